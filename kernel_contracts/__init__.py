@@ -1,0 +1,1 @@
+"""What is promised about a pair of programs, and was it kept. Never imports torch or an engine."""
