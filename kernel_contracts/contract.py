@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -112,5 +113,11 @@ class Contract(Strict):
         return next(s for s in SECTIONS if clause in getattr(self, s))
 
     def document(self) -> dict[str, Any]:
-        """The resolved document as plain data: every default filled in, keys as in the file."""
-        return self.model_dump(mode="json", by_alias=True)
+        """The resolved document as plain data: every default filled in (each ceiling in force too),
+        keys as in the file."""
+        document = self.model_dump(mode="json", by_alias=True)
+        for section in ("statistical", "runtime"):
+            for clause, written in zip(getattr(self, section), document[section], strict=True):
+                if math.isfinite(clause.upper_end):
+                    written["ceiling"] = clause.upper_end
+        return document

@@ -66,9 +66,10 @@ def parse(text: str, known: Collection[str] | None = None) -> Condition:
 
 def closest(name: str, known: Collection[str]) -> str:
     """``did you mean ...`` for a misspelt name, or the names there are."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    folded = {k.casefold(): k for k in sorted(known)}
+    near = difflib.get_close_matches(name.casefold(), list(folded), n=1, cutoff=0.6)
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {folded[near[0]]}?"
     return "known: " + ", ".join(sorted(known)) if known else ""
 
 
