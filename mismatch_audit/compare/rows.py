@@ -1,12 +1,16 @@
 """Compare two programs' next-token distributions, row by row, over the whole vocabulary.
 
 p is the reference's softmax, q the engine's. Logits are taken as the heads produced them (bf16,
-fp16 or fp32) and widened only inside the sums.
+fp16 or fp32) and widened only inside the sums. Three routes give the same columns, chosen by what
+the machine can do: numba on a CPU, Triton on CUDA, plain torch in float64 for all else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -38,7 +42,19 @@ COLUMNS = (
 
 NUCLEUS = 1e-6
 MAX_BYTES = 512 << 20
-ROWS_PER_CHUNK = 128
+ROWS_PER_CHUNK = {"cpu": 64, "cuda": 4096}
+"""Rows at a time. On a CPU the logits of a chunk then stay in the last cache between the head and
+the comparison, and the matmul is at its full speed (benchmarks/compare.py --rows)."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to compute the columns. bytes_per_logit: its temporaries, for logits of one side."""
+
+    name: str
+    compare: Callable[..., dict[str, torch.Tensor]]
+    log_probs: Callable[..., dict[str, torch.Tensor]]
+    bytes_per_logit: int = 0
 
 
 def compare_logits(
@@ -50,18 +66,20 @@ def compare_logits(
 ) -> dict[str, torch.Tensor]:
     """Every column of ``COLUMNS`` for ``[T, V]`` logits of both sides and ``[T]`` token ids.
 
-    Units: nats. float64 columns, except ``*_top1`` and ``nonfinite`` (int64) and ``flip`` (bool).
-    eta: the nucleus of ``drift`` is {v: p(v) >= eta or q(v) >= eta}.
+    Units: nats. float64 columns, except ``*_top1`` and ``nonfinite`` (int64) and ``flip`` (bool),
+    on the reference's device. eta: the nucleus of ``drift`` is {v: p(v) >= eta or q(v) >= eta};
+    where it is empty, drift is NaN.
     A row with a non-finite logit on either side has ``nonfinite`` > 0, NaN in every float column
     and -1 in both top-1 columns. Of equal maxima the lowest index is top-1 and the margin is 0.
     Raises InputError for shapes, dtypes or ids that do not fit, NotComparableError where the
     vocabularies differ.
     """
     _check(reference_logits, engine_logits, target_ids, eta)
-    if reference_logits.shape[1] != engine_logits.shape[1]:
-        raise _vocabulary(reference_logits.shape[1], engine_logits.shape[1])
-    _check_ids(target_ids, reference_logits.shape[1])
-    return _core(reference_logits, engine_logits, target_ids, eta)
+    _check_vocabulary(reference_logits.shape[1], engine_logits.shape[1], target_ids)
+    route = choose_route(reference_logits.device, reference_logits.dtype, engine_logits.dtype)
+    return route.compare(
+        reference_logits, engine_logits.to(reference_logits.device), target_ids, eta=eta
+    )
 
 
 def compare_hidden(
@@ -80,36 +98,31 @@ def compare_hidden(
     that extra memory stays within ``max_bytes`` at any T and V.
     """
     _check(reference_hidden, engine_hidden, target_ids, eta)
-    if reference_head.vocab_size != engine_head.vocab_size:
-        raise _vocabulary(reference_head.vocab_size, engine_head.vocab_size)
-    vocab = reference_head.vocab_size
-    _check_ids(target_ids, vocab)
+    _check_vocabulary(reference_head.vocab_size, engine_head.vocab_size, target_ids)
     device = reference_head.weight.device
-    targets = target_ids.to(device)
-
-    heads = (reference_head, engine_head)
-    row_bytes = vocab * sum(_bytes_per_logit(head) for head in heads)
-    rows = min(ROWS_PER_CHUNK, max_bytes // row_bytes, len(targets))
+    targets, heads = target_ids.to(device), (reference_head, engine_head)
+    route = choose_route(device, *(head.weight.dtype for head in heads))
+    rows = _rows_that_fit(route, heads, max_bytes)
     if rows == 0 and len(targets):
-        width = max(1, max_bytes // torch_rows.BYTES_PER_LOGIT)
-        parts = []
-        for t in range(len(targets)):
-            p_slices = _sliced(reference_head, reference_hidden[t : t + 1], width, device)
-            q_slices = _sliced(engine_head, engine_hidden[t : t + 1], width, device)
-            parts.append(torch_rows.compare(p_slices, q_slices, targets[t : t + 1], eta=eta))
-        return _joined(parts)
+        width = max(1, max_bytes // (2 * torch_rows.BYTES_PER_LOGIT))
+        pairs = (
+            (
+                _sliced(reference_head, reference_hidden[t : t + 1], width, device),
+                _sliced(engine_head, engine_hidden[t : t + 1], width, device),
+                targets[t : t + 1],
+            )
+            for t in range(len(targets))
+        )
+        return _joined(torch_rows.compare(p, q, ids, eta=eta) for p, q, ids in pairs)
 
-    buffers = [
-        torch.empty(rows, vocab, dtype=head.weight.dtype, device=head.weight.device)
-        for head in heads
-    ]
+    buffers = [_buffer(head, min(rows, len(targets))) for head in heads]
     parts = []
     for start in range(0, max(len(targets), 1), max(rows, 1)):
         chunk = slice(start, start + rows)
         ids = targets[chunk]
         z_p = reference_head.logits(reference_hidden[chunk], out=buffers[0][: len(ids)])
         z_q = engine_head.logits(engine_hidden[chunk], out=buffers[1][: len(ids)])
-        parts.append(_core(z_p, z_q.to(device), ids, eta))
+        parts.append(route.compare(z_p, z_q.to(device), ids, eta=eta))
     return _joined(parts)
 
 
@@ -118,28 +131,59 @@ def log_probs_of(
 ) -> dict[str, torch.Tensor]:
     """One side alone: ``logprob, margin, top1, top1_logprob, entropy, nonfinite``, each ``[T]``."""
     _check(hidden, hidden, target_ids, NUCLEUS)
-    _check_ids(target_ids, head.vocab_size)
-    targets = target_ids.to(head.weight.device)
-    width = min(head.vocab_size, max(1, max_bytes // torch_rows.BYTES_PER_LOGIT))
-    rows = max(1, min(ROWS_PER_CHUNK, max_bytes // (width * torch_rows.BYTES_PER_LOGIT)))
+    _check_vocabulary(head.vocab_size, head.vocab_size, target_ids)
+    device = head.weight.device
+    targets, route = target_ids.to(device), choose_route(device, head.weight.dtype)
+    rows = _rows_that_fit(route, (head,), max_bytes)
+    if rows == 0 and len(targets):
+        width = max(1, max_bytes // torch_rows.BYTES_PER_LOGIT)
+        return _joined(
+            torch_rows.log_probs(
+                _sliced(head, hidden[t : t + 1], width, device), targets[t : t + 1]
+            )
+            for t in range(len(targets))
+        )
+    buffer = _buffer(head, min(rows, len(targets)))
     parts = []
-    for start in range(0, max(len(targets), 1), rows):
-        chunk = slice(start, start + rows)
-        slices = _sliced(head, hidden[chunk], width, head.weight.device)
-        parts.append(torch_rows.log_probs(slices, targets[chunk]))
+    for start in range(0, max(len(targets), 1), max(rows, 1)):
+        ids = targets[start : start + rows]
+        z = head.logits(hidden[start : start + rows], out=buffer[: len(ids)])
+        parts.append(route.log_probs(z, ids))
     return _joined(parts)
 
 
-def _core(
-    z_p: torch.Tensor, z_q: torch.Tensor, target_ids: torch.Tensor, eta: float
-) -> dict[str, torch.Tensor]:
-    return torch_rows.compare(
-        lambda: [(0, z_p)], lambda: [(0, z_q)], target_ids.to(z_p.device), eta=eta
+def choose_route(device: torch.device, *dtypes: torch.dtype) -> Route:
+    """The fastest route for logits of these dtypes on this device."""
+    if device.type == "cpu" and _installed("numba"):
+        from mismatch_audit.compare import cpu
+
+        if all(map(cpu.supports, dtypes)):
+            return Route("numba", cpu.compare, cpu.log_probs)
+    return Route(
+        "torch",
+        torch_rows.compare_whole,
+        torch_rows.log_probs_whole,
+        bytes_per_logit=torch_rows.BYTES_PER_LOGIT,
     )
 
 
-def _bytes_per_logit(head: Head) -> int:
-    return head.weight.element_size() + torch_rows.BYTES_PER_LOGIT // 2
+@cache
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _rows_that_fit(route: Route, heads: Iterable[Head], max_bytes: int) -> int:
+    """Rows of a chunk, 0 where not even one fits."""
+    row_bytes = sum(
+        head.vocab_size * (head.weight.element_size() + route.bytes_per_logit) for head in heads
+    )
+    device = next(iter(heads)).weight.device.type
+    return min(max_bytes // row_bytes, ROWS_PER_CHUNK.get(device, 64))
+
+
+def _buffer(head: Head, rows: int) -> torch.Tensor:
+    weight = head.weight
+    return torch.empty(rows, head.vocab_size, dtype=weight.dtype, device=weight.device)
 
 
 def _sliced(
@@ -153,7 +197,8 @@ def _sliced(
     return slices
 
 
-def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _joined(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    parts = list(parts)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -174,16 +219,14 @@ def _check(reference: torch.Tensor, engine: torch.Tensor, ids: torch.Tensor, eta
         raise InputError(f"the nucleus threshold must be in [0, 1), got {eta}")
 
 
-def _check_ids(ids: torch.Tensor, vocab: int) -> None:
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+def _check_vocabulary(reference: int, engine: int, ids: torch.Tensor) -> None:
+    if reference != engine:
+        raise NotComparableError(
+            f"the reference's vocabulary has {reference} tokens, the engine's {engine}",
+            fix="cut padding rows off both heads, to the tokenizer's size",
+        )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < reference:
         raise InputError(
             f"token ids reach from {int(ids.min())} to {int(ids.max())}, "
-            f"the vocabulary from 0 to {vocab - 1}"
+            f"the vocabulary from 0 to {reference - 1}"
         )
-
-
-def _vocabulary(reference: int, engine: int) -> NotComparableError:
-    return NotComparableError(
-        f"the reference's vocabulary has {reference} tokens, the engine's {engine}",
-        fix="cut padding rows off both heads, to the tokenizer's size",
-    )

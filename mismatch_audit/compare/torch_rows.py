@@ -131,7 +131,7 @@ def compare(
         "kl_reference_engine": kl_pq,
         "tv": tv / 2,
         "chi2": chi2,
-        "drift": (high - low).clamp(min=0),
+        "drift": torch.where(high >= low, high - low, torch.nan),  # NaN: no token reaches eta
         "tail_mass": torch.maximum(in_p, in_q),
         "logit_var": (square - mean * mean).clamp(min=0),
         "entropy": entropy,
@@ -145,3 +145,15 @@ def compare(
     columns["flip"] = columns["engine_top1"] != columns["reference_top1"]
     columns["nonfinite"] = nonfinite
     return columns
+
+
+def compare_whole(
+    z_p: torch.Tensor, z_q: torch.Tensor, target_ids: torch.Tensor, *, eta: float
+) -> dict[str, torch.Tensor]:
+    """``compare`` of logits ``[T, V]`` that are there as a whole."""
+    return compare(lambda: [(0, z_p)], lambda: [(0, z_q)], target_ids.to(z_p.device), eta=eta)
+
+
+def log_probs_whole(logits: torch.Tensor, target_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``log_probs`` of logits ``[T, V]`` that are there as a whole."""
+    return log_probs(lambda: [(0, logits)], target_ids.to(logits.device))
