@@ -1,0 +1,1 @@
+"""Programs that evaluate a policy: one file each. ``base`` holds what they have in common."""

