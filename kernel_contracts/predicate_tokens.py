@@ -97,7 +97,7 @@ def _scan(text: str) -> Iterator[Token]:
         match = _TOKEN.match(text, offset)
         if match is None:
             bad = "<>" if text.startswith("<>", offset) else text[offset]
-            if bad in "0123456789.":
+            if bad in "0123456789":
                 raise PredicateError("not a number", text, offset)
             raise PredicateError(f"unexpected {bad!r}", text, offset, HINTS.get(bad))
         if match.lastgroup != "space":
