@@ -116,7 +116,8 @@ def _series(d: FloatArray, terms: tuple[float, ...]) -> FloatArray:
     value = np.zeros_like(small)
     for term in reversed(terms):
         value = term + small * value
-    return small * small * value
+    total: FloatArray = small * small * value
+    return total
 
 
 def _delta(delta: ArrayLike) -> FloatArray:

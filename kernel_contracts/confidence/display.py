@@ -37,7 +37,8 @@ def wilson(k: int, n: int, alpha: float) -> tuple[float, float]:
     p = k / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At p = 0 and p = 1 the bound is p itself; rounding must not put it on the wrong side.
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
 
 
 def normal_bounds(x: ArrayLike, alpha: float) -> tuple[float, float]:

@@ -171,7 +171,7 @@ def _share_decided(draws: FloatArray, m: float, side: Side, level: float) -> flo
         else:
             path = log_wealth_above(part, None, m, grid_above(level, n, weighted=False))
         decided += int(np.sum(path.max(-1) >= level))
-    return decided / draws.shape[0]
+    return decided / int(draws.shape[0])
 
 
 def prompts_to_decide(

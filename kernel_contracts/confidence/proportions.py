@@ -22,8 +22,8 @@ def clopper_pearson(k: int, n: int, alpha: float) -> tuple[float, float]:
     Beta(k+1, n-k); with k = 0 it is 1 - alpha**(1/n), about 3/n at 5 %.  n = 0 gives (0, 1).
 
     The n units must be independent: pass prompts, never tokens.  Tokens of one prompt are
-    correlated, and this interval on tokens at ICC 0.05 and 100 tokens a prompt covers about 73 %
-    where it promises 95 % (docs/error-rates.md).  Clopper and Pearson, Biometrika 26 (1934).
+    correlated, and on tokens at ICC 0.05 and 100 tokens a prompt each bound holds about 73 % of
+    the time where it promises 95 % (docs/error-rates.md).  Clopper and Pearson, Biometrika 26 (1934).
     """
     check_probability("alpha", alpha)
     check_counts(k, n)
