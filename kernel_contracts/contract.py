@@ -113,11 +113,13 @@ class Contract(Strict):
         return next(s for s in SECTIONS if clause in getattr(self, s))
 
     def document(self) -> dict[str, Any]:
-        """The resolved document as plain data: every default filled in (each ceiling in force too),
-        keys as in the file."""
+        """The resolved document as plain data, keys as in the file: every default filled in, the
+        ceiling in force too, and no ceiling or tail where a clause has none."""
         document = self.model_dump(mode="json", by_alias=True)
         for section in ("statistical", "runtime"):
             for clause, written in zip(getattr(self, section), document[section], strict=True):
                 if math.isfinite(clause.upper_end):
                     written["ceiling"] = clause.upper_end
+                if not clause.needs_tail:
+                    del written["tail"]
         return document

@@ -28,6 +28,7 @@ def lint(contract: Contract, prompts: int | None = None) -> list[Mistake]:
     """
     return [
         *_too_few_prompts(contract, prompts),
+        *_unused_tails(contract),
         *_unused_slices(contract),
         *_slice_columns(contract),
         *_partial_bins(contract),
@@ -99,6 +100,20 @@ _WIDER = {
     "at_least": "use more prompts, or a lower ceiling",
     "min_prompts": "use more prompts",
 }
+
+
+def _unused_tails(contract: Contract) -> Iterator[Mistake]:
+    for place, clause in _placed(contract):
+        if (
+            isinstance(clause, StatisticalClause | RuntimeClause)
+            and "tail" in clause.model_fields_set
+            and not clause.needs_tail
+        ):
+            yield Mistake(
+                (*place, "tail"),
+                f"unused: no prompt can be above {clause.metric}'s natural ceiling",
+                "give a ceiling, or drop the tail",
+            )
 
 
 def _unused_slices(contract: Contract) -> Iterator[Mistake]:

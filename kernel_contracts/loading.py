@@ -158,12 +158,22 @@ def contract_digest(contract: Contract) -> str:
 
 def contract_json_schema() -> dict[str, Any]:
     """JSON Schema of a contract file, for editors. Rules between fields are checked on loading."""
-    schema = Contract.model_json_schema(by_alias=True)
+    schema = _closed(Contract.model_json_schema(by_alias=True))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "urn:kernel-contracts:v1",
         **schema,
     }
+
+
+def _closed(node: Any) -> Any:
+    """Mappings whose keys follow a pattern take no other keys (pydantic leaves that open)."""
+    if isinstance(node, list):
+        return [_closed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    closed = {key: _closed(value) for key, value in node.items()}
+    return {"additionalProperties": False, **closed} if "patternProperties" in node else closed
 
 
 def _sound(contract: Contract | None, problems: list[Problem]) -> Contract:

@@ -96,6 +96,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        # PyYAML writes the line breaks of Unicode in single quotes, where they read as a space.
+        style = '"' if any(c in data for c in "\x85\u2028\u2029\ufeff") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 for _kind, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
@@ -113,7 +121,8 @@ def read_yaml(text: str) -> Source:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = ": ".join(p for p in (error.context, error.problem) if p)
-        raise YamlMistake(f"not valid YAML: {message}", mark.line + 1 if mark else 1) from None
+        line = min(mark.line + 1, len(text.splitlines())) if mark else 1
+        raise YamlMistake(f"not valid YAML: {message}", line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlMistake(f"not valid YAML: {error.reason}", line) from None
