@@ -48,7 +48,7 @@ def resolve_model(name_or_path: str) -> str:
     if name_or_path == SAMPLE_NAME:
         return str(sample_model_path())
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if name_or_path and path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(
                 "the model directory has no config.json",
@@ -113,7 +113,12 @@ def sample_model_damage(directory: Path) -> str | None:
 
 
 def _install(built: Path, final: Path) -> None:
-    """Rename the built directory into place; a damaged one there is moved aside and removed."""
+    """Rename the built directory into place, unless another process has put a whole one there.
+
+    A whole one is left alone, since somebody may be loading it; a damaged one is moved aside.
+    """
+    if sample_model_damage(final) is None:
+        return
     if final.exists():
         aside = Path(tempfile.mkdtemp(prefix="damaged-", dir=final.parent))
         with contextlib.suppress(FileNotFoundError):  # another process has just done the same
@@ -122,7 +127,7 @@ def _install(built: Path, final: Path) -> None:
     try:
         built.rename(final)
     except OSError:
-        # Two processes built at once and the other was first; its model is as good as ours.
+        # Another process was first by a moment; its model is as good as ours if it is whole.
         if sample_model_damage(final) is not None:
             raise
 
