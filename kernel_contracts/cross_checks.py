@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_contracts.predicates import closest
-from kernel_contracts.vocabulary import COMPUTED_COLUMNS, TOKEN_COLUMNS
+from kernel_contracts.vocabulary import TOKEN_COLUMNS
 
 Place = tuple[str | int, ...]
 _SECTIONS = ("numerical", "statistical", "runtime", "observability")
@@ -108,16 +108,15 @@ def _slices_exist(document: Mapping[str, Any], known: set[str]) -> Iterator[Mist
 
 
 def _required_columns(document: Mapping[str, Any]) -> Iterator[Mistake]:
-    known = {*TOKEN_COLUMNS, *COMPUTED_COLUMNS}
     for place, clause in _clauses(document):
         if place[0] != "observability":
             continue
         for index, name in enumerate(_list(clause.get("require"))):
-            if isinstance(name, str) and name not in known:
+            if isinstance(name, str) and name not in TOKEN_COLUMNS:
                 yield Mistake(
                     (*place, "require", index),
                     f"no column {name!r} in the token table",
-                    closest(name, known),
+                    closest(name, TOKEN_COLUMNS),
                 )
 
 

@@ -353,3 +353,23 @@ def test_sample_contracts_are_clean_and_say_where_each_limit_comes_from(path: Pa
 def test_there_are_sample_contracts() -> None:
     """The parametrised tests above would pass on an empty folder."""
     assert {p.stem for p in SAMPLES} >= {"fp32-exact", "bf16-serving", "bf16-strict"}
+
+
+def test_the_reference_names_every_key_and_word_and_its_example_is_clean() -> None:
+    """docs/contract.md is complete: each key of the schema, each word of an enumeration; and what
+    it shows can be pasted."""
+    page = (Path(__file__).parent.parent / "docs" / "contract.md").read_text(encoding="utf-8")
+    schema = contract_json_schema()
+    words: set[str] = set()
+    for model in [schema, *schema["$defs"].values()]:
+        words |= set(model["properties"])
+    for listed in re.findall(r'"enum": (\[[^\]]*\])', json.dumps(schema)):
+        words |= set(json.loads(listed))
+    assert len(words) > 60
+    assert {
+        w for w in words if not re.search(rf"[`.]{re.escape(w)}`|`{re.escape(w)}\b", page)
+    } == set()
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    contract, problems = check_text(example, "docs")
+    assert contract is not None
+    assert problems == []
