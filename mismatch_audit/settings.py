@@ -62,6 +62,8 @@ class ProbeSettings(_Strict):
     lone_prompts: int = Field(24, ge=0)
     """Prompts decoded again alone, teacher-forced, for batch invariance."""
     lone_tokens: int = Field(16, ge=1)
+    prefill_prompts: int | None = Field(None, ge=0)
+    """Prompts whose tokens are scored on the prefill path too; null is all of them."""
     repeat_prompts: int = Field(24, ge=0)
     """Sequences scored again by both programs: repetition, order, noise floors."""
 

@@ -284,6 +284,11 @@ class VllmEngine:
                 n_cached_tokens=result["n_cached"],
             )
 
+    def new_batch(self) -> None:
+        """Forget cached prefixes, so that a chunk's rows depend on the chunk alone (a resumed run
+        must repeat them bit for bit)."""
+        self._call("reset")
+
     def close(self) -> None:
         """End the engine's process."""
         if self._process.poll() is None:

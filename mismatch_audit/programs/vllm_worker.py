@@ -86,7 +86,8 @@ class Worker:
                     **options,
                     logprobs=0,
                     detokenize=False,
-                    skip_reading_prefix_cache=True,
+                    # Rollouts read the prefix cache as in serving; a probe must not.
+                    skip_reading_prefix_cache=bool(forced),
                     extra_args=extra,
                 )
             )
@@ -150,6 +151,10 @@ class Worker:
 
     def op_logits(self, source: str, out: str) -> dict[str, Any]:
         return {"rows": self.llm.collective_rpc("audit_logits", args=(source, out))[0]}
+
+    def op_reset(self) -> dict[str, Any]:
+        self.llm.reset_prefix_cache()
+        return {}
 
     def op_perturb(self, scale: float, seed: int) -> dict[str, Any]:
         changed = self.llm.collective_rpc("audit_perturb", args=(scale, seed))[0]

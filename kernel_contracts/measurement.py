@@ -1,0 +1,57 @@
+"""What judging gives: one measurement per clause and slice, with its verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND"]
+
+SEVERITY: tuple[Verdict, ...] = ("UNSOUND", "FAIL", "UNOBSERVED", "INCONCLUSIVE", "PASS")
+"""Worst first: an audit is as good as its worst measurement."""
+
+EXIT_CODES: dict[str, int] = {
+    "PASS": 0,
+    "FAIL": 1,
+    "INCONCLUSIVE": 3,
+    "UNOBSERVED": 3,
+    "UNSOUND": 4,
+    "NOT_COMPARABLE": 4,
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A clause on a slice.
+
+    value: estimate in ``unit``; lower, upper: one-sided confidence bounds at the contract's alpha;
+    None where there is nothing to say.  noise_floor: the same metric of a program against itself.
+    method: how the bounds were made.  p_fail: p-value of "the promise is kept", Holm-adjusted over
+    the clause's slices (None for exact counts).  detail: one line for people.
+    """
+
+    clause: str
+    slice: str
+    metric: str
+    section: str
+    value: float | None
+    lower: float | None
+    upper: float | None
+    limit: float | None
+    n_prompts: int
+    n_tokens: int
+    verdict: Verdict
+    method: str = ""
+    detail: str = ""
+    unit: str = ""
+    path: str = ""
+    noise_floor: float | None = None
+    warn: bool = False
+    p_fail: float | None = None
+
+
+def overall(measurements: list[Measurement]) -> Verdict:
+    """The audit's verdict: the worst of all. Nothing measured is UNOBSERVED, never a pass."""
+    if not measurements:
+        return "UNOBSERVED"
+    return min((m.verdict for m in measurements), key=SEVERITY.index)

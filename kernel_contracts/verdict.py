@@ -1,0 +1,370 @@
+"""Measurements and a contract -> verdicts. Was each promise kept, on each slice, for certain?
+
+PASS needs the upper confidence bound within the limit, FAIL a lower bound beyond it; missing
+evidence is UNOBSERVED, anything between is INCONCLUSIVE. A release needs every slice to pass, an
+intersection-union test, so passes are not corrected; each FAIL is acted on by itself, so fails are
+Holm-corrected over a clause's slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pandas as pd
+
+from kernel_contracts.clauses import (
+    Clause,
+    NumericalClause,
+    ObservabilityClause,
+    RuntimeClause,
+    StatisticalClause,
+)
+from kernel_contracts.confidence import (
+    by_prompt,
+    clopper_pearson,
+    holm,
+    mean_bounds,
+    mean_test,
+    prompts_to_decide,
+    proportion_p_value,
+    zero_failure_n,
+)
+from kernel_contracts.contract import Contract
+from kernel_contracts.measurement import Measurement
+from kernel_contracts.metrics import METRICS, Array
+from kernel_contracts.slices import Slice, resolve
+from kernel_contracts.vocabulary import METRIC_WORDS
+
+
+@dataclass(frozen=True)
+class BiasEstimate:
+    """A measured policy-gradient bias with its one-sided bounds (relative, no unit)."""
+
+    value: float
+    lower: float
+    upper: float
+    n_prompts: int
+    n_tokens: int
+    method: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that an audit has seen.
+
+    tokens: token table (both paths).  prompts: one row a prompt with metadata.  probes: one row a
+    probe and prompt: ``probe, prompt_id, n_tokens, kl, abs_dlp, flip_rate``.  noise: metric -> its
+    mean for a program against itself.  max_rows: a-priori cap on a prompt's rows (the horizon).
+    gradient: slice -> measured policy-gradient bias.
+    """
+
+    tokens: pd.DataFrame
+    prompts: pd.DataFrame
+    probes: pd.DataFrame = field(default_factory=pd.DataFrame)
+    noise: Mapping[str, float] = field(default_factory=dict)
+    max_rows: int = 0
+    gradient: Mapping[str, BiasEstimate] = field(default_factory=dict)
+
+
+def judge(contract: Contract, evidence: Evidence) -> list[Measurement]:
+    """Every clause on every one of its slices, in the contract's order."""
+    slices = resolve(contract, evidence.tokens, evidence.prompts)
+    found: list[Measurement] = []
+    for clause in contract.clauses():
+        found += _judge_clause(contract, clause, slices, evidence)
+    return found
+
+
+def _judge_clause(
+    contract: Contract, clause: Clause, slices: list[Slice], evidence: Evidence
+) -> list[Measurement]:
+    section, alpha = contract.section_of(clause), contract.alpha
+    if isinstance(clause, RuntimeClause):
+        rows = [_runtime(clause, evidence, alpha)]
+    else:
+        rows = []
+        for one in slices:
+            if not any(one.answers_to(name) for name in clause.slices):
+                continue
+            if isinstance(clause, ObservabilityClause):
+                rows.append(_observability(clause, one, evidence))
+                continue
+            short = _too_few(contract, one, evidence)
+            if short:
+                rows.append(_unobserved(clause, one.name, clause.metric, short))
+            elif isinstance(clause, NumericalClause):
+                rows.append(_numerical(contract, clause, one, evidence))
+            else:
+                rows.append(_statistical(contract, clause, one, evidence))
+    if not rows:
+        rows = [_unobserved(clause, ", ".join(getattr(clause, "slices", ("all",))), "", "no slice")]
+    return [replace(m, section=section) for m in _correct(rows, alpha)]
+
+
+def _correct(rows: list[Measurement], alpha: float) -> list[Measurement]:
+    """Holm over the slices of one clause; a FAIL that does not survive is INCONCLUSIVE."""
+    tested = [i for i, m in enumerate(rows) if m.p_fail is not None]
+    if not tested:
+        return rows
+    adjusted = holm([rows[i].p_fail or 0.0 for i in tested], alpha).adjusted
+    out = list(rows)
+    for i, p in zip(tested, adjusted, strict=True):
+        verdict = rows[i].verdict
+        if verdict != "PASS":
+            verdict = "FAIL" if p <= alpha else "INCONCLUSIVE"
+        detail = rows[i].detail if verdict != "FAIL" else _fail_detail(rows[i])
+        out[i] = replace(rows[i], p_fail=float(p), verdict=verdict, detail=detail)
+    return out
+
+
+def _fail_detail(row: Measurement) -> str:
+    clipped = [part for part in row.detail.split("; ") if "above the ceiling" in part]
+    return "; ".join(clipped)
+
+
+def _unobserved(clause: Clause, name: str, metric: str, why: str) -> Measurement:
+    limit = getattr(clause, "limit", None)
+    return Measurement(
+        clause=clause.id, slice=name, metric=metric, section="", value=None, lower=None,
+        upper=None, limit=limit, n_prompts=0, n_tokens=0, verdict="UNOBSERVED", detail=why,
+    )  # fmt: skip
+
+
+def _too_few(contract: Contract, one: Slice, evidence: Evidence) -> str:
+    """Why an observability clause forbids a verdict on this slice, or nothing."""
+    n = evidence.tokens["prompt_id"][one.mask].nunique() if one.rows else 0
+    for clause in contract.observability:
+        if any(one.answers_to(name) for name in clause.slices) and n < clause.min_prompts:
+            return f"{n} prompts, {clause.id} asks for {clause.min_prompts}"
+    return ""
+
+
+def _observability(clause: ObservabilityClause, one: Slice, evidence: Evidence) -> Measurement:
+    frame = evidence.tokens[one.mask]
+    n = int(frame["prompt_id"].nunique()) if len(frame) else 0
+    absent = [c for c in clause.require if c not in frame.columns]
+    missing = (
+        max((float(frame[c].isna().mean()) for c in clause.require), default=0.0)
+        if len(frame) and not absent
+        else 1.0
+    )
+    worst = [c for c in clause.require if c in frame and frame[c].isna().mean() > clause.max_missing]
+    met = n >= clause.min_prompts and not absent and missing <= clause.max_missing and n > 0
+    reasons = []
+    if n < clause.min_prompts:
+        reasons.append(f"{n} prompts of {clause.min_prompts}")
+    if absent:
+        reasons.append("no column " + ", ".join(absent))
+    if worst:
+        reasons.append("missing values in " + ", ".join(worst))
+    return Measurement(
+        clause=clause.id, slice=one.name, metric="missing", section="", value=missing, lower=None,
+        upper=None, limit=clause.max_missing, n_prompts=n, n_tokens=len(frame),
+        verdict="PASS" if met else "UNOBSERVED", method="exact", detail="; ".join(reasons),
+    )  # fmt: skip
+
+
+def _rows(
+    clause: NumericalClause | StatisticalClause, one: Slice, evidence: Evidence
+) -> pd.DataFrame:
+    frame = evidence.tokens[one.mask]
+    return frame if clause.path == "both" else frame[frame["path"] == clause.path]
+
+
+def _values(
+    contract: Contract, metric: str, frame: pd.DataFrame
+) -> tuple[Array, pd.DataFrame, str]:
+    """(values, their rows, why there is no evidence). Missing values beyond what the contract's
+    observability clauses allow mean that there is none."""
+    spec = METRICS[metric]
+    if frame.empty:
+        return np.empty(0), frame, "no rows"
+    absent = [c for c in spec.columns if c not in frame.columns]
+    if absent:
+        return np.empty(0), frame, "no column " + ", ".join(absent)
+    values = spec.values(frame)
+    bad = ~np.isfinite(values)
+    if bad.any():
+        allowed = max((c.max_missing for c in contract.observability), default=0.0)
+        if bad.mean() > allowed:
+            return np.empty(0), frame, f"{int(bad.sum())} of {len(bad)} rows have no finite value"
+        values, frame = values[~bad], frame[~bad]
+    return values, frame, ""
+
+
+def _numerical(
+    contract: Contract, clause: NumericalClause, one: Slice, evidence: Evidence
+) -> Measurement:
+    frame = _rows(clause, one, evidence)
+    if clause.metric == "nonfinite":
+        return _count(clause, one, frame)
+    values, frame, why = _values(contract, clause.metric, frame)
+    if why:
+        return _unobserved(clause, one.name, clause.metric, why)
+    exceed = (values > (clause.exceeds or 0.0)).astype(np.float64)
+    sums = by_prompt(exceed, frame["prompt_id"].to_numpy())
+    row = _bounded(
+        clause.id, one.name, clause.metric, sums.mean, clause.share or 0.0, 1.0, contract.alpha,
+        n_tokens=len(values),
+    )  # fmt: skip
+    return replace(
+        row,
+        path=clause.path,
+        unit=f"share of tokens > {clause.exceeds:g}",
+        noise_floor=None,
+    )
+
+
+def _count(clause: NumericalClause, one: Slice, frame: pd.DataFrame) -> Measurement:
+    if frame.empty or "nonfinite" not in frame or frame["nonfinite"].isna().any():
+        return _unobserved(clause, one.name, clause.metric, "non-finite values were not counted")
+    total = int(frame["nonfinite"].sum())
+    limit = clause.limit or 0
+    rows = int((frame["nonfinite"] > 0).sum())
+    return Measurement(
+        clause=clause.id, slice=one.name, metric=clause.metric, section="", value=float(total),
+        lower=float(total), upper=float(total), limit=float(limit),
+        n_prompts=int(frame["prompt_id"].nunique()), n_tokens=len(frame),
+        verdict="PASS" if total <= limit else "FAIL", method="exact count", unit="values",
+        path=clause.path, detail=f"in {rows} rows" if rows else "",
+    )  # fmt: skip
+
+
+def _statistical(
+    contract: Contract, clause: StatisticalClause, one: Slice, evidence: Evidence
+) -> Measurement:
+    if clause.metric == "policy_gradient_bias":
+        return _gradient(clause, one, evidence)
+    values, frame, why = _values(contract, clause.metric, _rows(clause, one, evidence))
+    if why:
+        return _unobserved(clause, one.name, clause.metric, why)
+    sums = by_prompt(values - clause.floor, frame["prompt_id"].to_numpy())
+    weights = sums.count.astype(np.float64) if clause.weight == "token" else None
+    cap = float(max(evidence.max_rows, int(sums.count.max()))) if weights is not None else None
+    row = _bounded(
+        clause.id, one.name, clause.metric, sums.mean, (clause.target or 0.0) - clause.floor,
+        clause.upper_end - clause.floor, contract.alpha, n_tokens=len(values), weights=weights,
+        cap=cap, tail=clause.tail if clause.needs_tail else None,
+    )  # fmt: skip
+    row = replace(
+        row,
+        path=clause.path,
+        unit=METRIC_WORDS[clause.metric].unit,
+        noise_floor=evidence.noise.get(clause.metric),
+    )
+    row = _shift(row, clause.floor)
+    if clause.at_least is not None:
+        return _invert(row, clause)
+    warned = clause.warn is not None and row.value is not None and row.value > clause.warn
+    return replace(row, warn=warned)
+
+
+def _shift(row: Measurement, floor: float) -> Measurement:
+    if floor == 0.0:
+        return row
+    shifted = {
+        name: None if (v := getattr(row, name)) is None else v + floor
+        for name in ("value", "lower", "upper", "limit")
+    }
+    return replace(row, **shifted)  # type: ignore[arg-type]
+
+
+def _invert(row: Measurement, clause: StatisticalClause) -> Measurement:
+    """Bounds of the mean of w^2 -> bounds of ESS / n = 1 / E[w^2] (weights of mean one)."""
+    lower = None if not row.upper else 1.0 / row.upper
+    upper = None if not row.lower else min(1.0, 1.0 / row.lower)
+    value = None if not row.value else min(1.0, 1.0 / row.value)
+    warned = clause.warn is not None and value is not None and value < clause.warn
+    return replace(
+        row, value=value, lower=lower, upper=upper, limit=clause.at_least, warn=warned,
+        method=row.method + " on w^2",
+    )  # fmt: skip
+
+
+def _gradient(clause: StatisticalClause, one: Slice, evidence: Evidence) -> Measurement:
+    estimate = evidence.gradient.get(one.name)
+    if estimate is None:
+        return _unobserved(clause, one.name, clause.metric, "not measured: run with --gradient")
+    limit = clause.limit or 0.0
+    verdict = (
+        "PASS" if estimate.upper <= limit else "FAIL" if estimate.lower > limit else "INCONCLUSIVE"
+    )
+    return Measurement(
+        clause=clause.id, slice=one.name, metric=clause.metric, section="", value=estimate.value,
+        lower=estimate.lower, upper=estimate.upper, limit=limit, n_prompts=estimate.n_prompts,
+        n_tokens=estimate.n_tokens, verdict=verdict, method=estimate.method,  # type: ignore[arg-type]
+        path=clause.path, warn=clause.warn is not None and estimate.value > clause.warn,
+    )  # fmt: skip
+
+
+def _runtime(clause: RuntimeClause, evidence: Evidence, alpha: float) -> Measurement:
+    probes = evidence.probes
+    rows = probes[probes["probe"] == clause.probe] if len(probes) else probes
+    name = f"probe {clause.probe}"
+    if not len(rows):
+        return _unobserved(clause, name, clause.metric, "the probe was not run")
+    values = rows[clause.metric].to_numpy(dtype=np.float64)
+    if not np.isfinite(values).all():
+        return _unobserved(clause, name, clause.metric, "the probe met non-finite values")
+    sums = by_prompt(values, rows["prompt_id"].to_numpy())
+    row = _bounded(
+        clause.id, name, clause.metric, sums.mean, clause.limit, clause.upper_end, alpha,
+        n_tokens=int(rows["n_tokens"].sum()), tail=clause.tail if clause.needs_tail else None,
+    )  # fmt: skip
+    warned = clause.warn is not None and row.value is not None and row.value > clause.warn
+    return replace(row, warn=warned, unit=METRIC_WORDS[clause.metric].unit)
+
+
+def _bounded(
+    clause: str,
+    name: str,
+    metric: str,
+    values: Array,
+    limit: float,
+    ceiling: float,
+    alpha: float,
+    *,
+    n_tokens: int,
+    weights: Array | None = None,
+    cap: float | None = None,
+    tail: float | None = None,
+) -> Measurement:
+    """A mean of per-prompt values in [0, ceiling] against a limit, by betting.
+
+    tail: limit on the share of prompts above the ceiling, by Clopper-Pearson; both must hold. A
+    mean clipped at the ceiling never exceeds the true one, so a FAIL needs no second test.
+    """
+    options = {"ceiling": ceiling, "alpha": alpha, "weights": weights, "weight_cap": cap}
+    bounds = mean_bounds(values, **options)  # type: ignore[arg-type]
+    p_fail = mean_test(values, limit=limit, side="above", **options).p_value  # type: ignore[arg-type]
+    notes, passed = [], bounds.upper <= limit
+    needed, side = prompts_to_decide(
+        values, limit, ceiling, alpha, weights=weights, weight_cap=cap
+    )
+    if tail is not None:
+        above = int(np.sum(values > ceiling))
+        share_upper = clopper_pearson(above, len(values), alpha)[1]
+        p_tail = proportion_p_value(above, len(values), tail, above=True)
+        p_fail = min(1.0, 2 * min(p_fail, p_tail))
+        if above:
+            notes.append(f"{above} of {len(values)} prompts above the ceiling {ceiling:g}")
+        if share_upper > tail:
+            passed = False
+            if above == 0:
+                needed = max(needed or 0, zero_failure_n(tail, alpha))
+                side = "PASS"
+    if not passed:
+        if needed is not None and needed > len(values):
+            notes.append(f"about {needed - len(values)} more prompts would decide ({side})")
+        elif needed is None:
+            notes.append("no realistic number of prompts would decide")
+    weight = np.ones_like(values) if weights is None else weights
+    estimate = float((values * weight).sum() / weight.sum()) if weight.sum() > 0 else None
+    return Measurement(
+        clause=clause, slice=name, metric=metric, section="", value=estimate, lower=bounds.lower,
+        upper=bounds.upper, limit=limit, n_prompts=bounds.n, n_tokens=n_tokens,
+        verdict="PASS" if passed else "INCONCLUSIVE",
+        method=f"{bounds.method}, ceiling {ceiling:g}", detail="; ".join(notes), p_fail=p_fail,
+    )  # fmt: skip

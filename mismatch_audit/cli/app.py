@@ -1,0 +1,48 @@
+"""``audit``: parse, call one function, render, exit. Nothing heavy is imported before a command."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from mismatch_audit.cli.contract import contract_app
+from mismatch_audit.cli.doctor import doctor
+from mismatch_audit.cli.report import report
+from mismatch_audit.cli.run import run
+from mismatch_audit.cli.show import show
+
+app = typer.Typer(
+    name="audit",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Does the serving engine evaluate the policy that the trainer trains? "
+    "Exit codes: 0 pass, 1 contract violated, 2 bad input, 3 inconclusive or unobserved, "
+    "4 not comparable or unsound.",
+)
+app.add_typer(contract_app, name="contract")
+app.command()(run)
+app.command()(show)
+app.command()(report)
+app.command()(doctor)
+
+
+def main() -> None:
+    """Entry point: errors of ours become one message on stderr and their exit code."""
+    from kernel_contracts.errors import AuditError
+
+    try:
+        app()
+    except AuditError as error:
+        if os.environ.get("MISMATCH_AUDIT_DEBUG"):
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; finished chunks are kept: add --resume to go on\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
