@@ -1,15 +1,7 @@
-"""The comparison on a CPU: hands rows to the numba kernel, over plain threads.
-
-No OpenMP of its own, so it is safe next to torch's and inside an engine's worker.
-"""
+"""The comparison on a CPU: hands rows to the numba kernel and names what comes back."""
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +9,7 @@ import torch
 
 from mismatch_audit.compare import cpu_kernel as kernel
 from mismatch_audit.compare import torch_rows
+from mismatch_audit.compare.numba_support import share_out
 
 _VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
@@ -56,9 +49,7 @@ def compare(
     a, b, ids = _array(z_p), _array(z_q), _ids(target_ids)
     out, top1 = _results(len(ids))
     threshold = np.float32(eta)
-    _share_out(
-        len(ids), lambda lo, hi: kernel.compare_rows(a, b, ids, threshold, lo, hi, out, top1)
-    )
+    share_out(len(ids), lambda lo, hi: kernel.compare_rows(a, b, ids, threshold, lo, hi, out, top1))
     columns = _columns(_SLOTS, out, z_p, z_q)
     columns["reference_top1"], columns["engine_top1"] = torch.from_numpy(top1.T.copy())
     columns["flip"] = columns["reference_top1"] != columns["engine_top1"]
@@ -74,7 +65,7 @@ def log_probs(logits: torch.Tensor, target_ids: torch.Tensor) -> dict[str, torch
     """Of one side: ``logprob, margin, top1, top1_logprob, entropy, nonfinite``, each ``[T]``."""
     z, ids = _array(logits), _ids(target_ids)
     out, top1 = _results(len(ids))
-    _share_out(len(ids), lambda lo, hi: kernel.score_rows(z, ids, lo, hi, out, top1))
+    share_out(len(ids), lambda lo, hi: kernel.score_rows(z, ids, lo, hi, out, top1))
     columns = _columns(_OWN_SLOTS, out, logits)
     columns["top1"] = torch.from_numpy(top1[:, 0].copy())
     return columns
@@ -100,38 +91,3 @@ def _columns(slots: dict[str, int], out: Any, *sides: torch.Tensor) -> dict[str,
     for t in np.flatnonzero(bad):
         columns["nonfinite"][t] = sum(int((~side[t].isfinite()).sum()) for side in sides)
     return columns
-
-
-def _share_out(rows: int, work: Callable[[int, int], None]) -> None:
-    """``work(start, stop)`` over equal shares of the rows, one for each of torch's threads."""
-    workers = min(torch.get_num_threads(), rows)
-    if workers <= 1:
-        work(0, rows)
-        return
-    edges = [rows * i // workers for i in range(workers + 1)]
-    tasks = [_pool(os.getpid()).submit(work, lo, hi) for lo, hi in itertools.pairwise(edges[:-1])]
-    work(edges[-2], rows)
-    for task in tasks:
-        task.result()
-
-
-@cache
-def _pool(pid: int) -> ThreadPoolExecutor:
-    """One pool a process (a forked child has none of its parent's threads)."""
-    return ThreadPoolExecutor(os.cpu_count(), "compare", initializer=_spread)
-
-
-def _spread() -> None:
-    """Let this thread run wherever any thread of the process may.
-
-    An engine's worker binds each of its threads to a core; a thread started there would stay on
-    its parent's.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        allowed: set[int] = set()
-        for task in os.listdir("/proc/self/task"):
-            try:
-                allowed |= os.sched_getaffinity(int(task))
-            except ProcessLookupError:  # the thread has ended meanwhile
-                continue
-        os.sched_setaffinity(0, allowed)

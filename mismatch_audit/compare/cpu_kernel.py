@@ -3,7 +3,7 @@
 Pass 1 reads both rows from memory (block extrema, non-finite check), passes 2 and 3 find them in
 L2 (V = 49,152: 295 KB for fp32 against bf16). Arithmetic is fp32 in SIMD lanes over blocks of
 ``BLOCK`` logits, block sums are added in float64. Compiled by numba on first use and cached beside
-this file (all of it is in one file because numba's cache watches that file alone).
+this file.
 
 Accuracy. c = log sum e^{z_p} - log sum e^{z_q} carries fp32 error (1e-7), which would swamp a tiny
 drift; but E_q[e^x] = 1 holds exactly for the true x = log p - log q, so its residual u, measured in
@@ -13,7 +13,6 @@ pass 3 relative to the drift itself, corrects every sum (``_finish``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from mismatch_audit.compare.numba_support import compiled
 
 BLOCK = 512
 WIDEST = 80.0
@@ -290,15 +291,7 @@ def _finish(acc, x_top, out):  # type: ignore[no-untyped-def]
     out[DRIFT] = acc[12] - acc[11] if acc[12] >= acc[11] else np.nan
 
 
-def _cached(function: Callable[..., Any]) -> Any:
-    """Compiled, and kept on disk if any directory for it can be written."""
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba: "no locator available": read-only install and no home directory
-        return njit(nogil=True)(function)
-
-
-@_cached
+@compiled
 def compare_rows(z_p, z_q, targets, eta, start, stop, out, top1):  # type: ignore[no-untyped-def]
     """Rows start..stop. A row whose STATUS is not OK holds nothing else of use."""
     vocab = z_p.shape[1]
@@ -345,7 +338,7 @@ def compare_rows(z_p, z_q, targets, eta, start, stop, out, top1):  # type: ignor
         result[STATUS] = OK
 
 
-@_cached
+@compiled
 def score_rows(z_all, targets, start, stop, out, top1):  # type: ignore[no-untyped-def]
     """As ``compare_rows`` for one side: log-prob, margin, top-1 and entropy."""
     vocab = z_all.shape[1]

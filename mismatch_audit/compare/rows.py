@@ -172,13 +172,14 @@ def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _rows_that_fit(route: Route, heads: Iterable[Head], max_bytes: int) -> int:
+def _rows_that_fit(route: Route, heads: tuple[Head, ...], max_bytes: int) -> int:
     """Rows of a chunk, 0 where not even one fits."""
     row_bytes = sum(
         head.vocab_size * (head.weight.element_size() + route.bytes_per_logit) for head in heads
     )
-    device = next(iter(heads)).weight.device.type
-    return min(max_bytes // row_bytes, ROWS_PER_CHUNK.get(device, 64))
+    device = heads[0].weight.device.type
+    free = max_bytes - max(head.workspace_bytes for head in heads)
+    return max(0, min(free // row_bytes, ROWS_PER_CHUNK.get(device, 64)))
 
 
 def _buffer(head: Head, rows: int) -> torch.Tensor:
