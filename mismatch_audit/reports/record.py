@@ -1,251 +1,199 @@
-"""``report.json``: the one record of an audit. Every other format is a projection of it.
-
-The JSON Schema (``report.schema.json``, beside this file) is generated from these models.
-"""
+"""The record of one audit: ``report.json``, canonical and versioned. Every report is drawn from it."""
 
 from __future__ import annotations
 
 import json
-import math
+import os
+import tempfile
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kernel_contracts.errors import InputError
+from kernel_contracts.measurement import EXIT_CODES, overall
+from mismatch_audit.reports.rows import (
+    AuditVerdict,
+    Chain,
+    ChainRow,
+    ContractRef,
+    Counts,
+    Facts,
+    Finding,
+    FlipBin,
+    Identities,
+    MeasurementRow,
+    PositionBin,
+    ProbabilityBin,
+    ProbeRow,
+    Scatter,
+    StrictModel,
+    Views,
+    WorstToken,
+    plain,
+)
 
-SCHEMA_VERSION = "1.0"
-Word = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND"]
+__all__ = [
+    "REPORT_NAME",
+    "SCHEMA_VERSION",
+    "Chain",
+    "ChainRow",
+    "ContractRef",
+    "Counts",
+    "Finding",
+    "FlipBin",
+    "Identities",
+    "MeasurementRow",
+    "PositionBin",
+    "ProbabilityBin",
+    "ProbeRow",
+    "Record",
+    "Scatter",
+    "Views",
+    "WorstToken",
+    "load_record",
+    "record_json_schema",
+    "record_text",
+    "save_record",
+    "write_schema",
+]
 
+SCHEMA_VERSION: Final = "1.0"
+"""A reader takes its own version and no other."""
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class ContractPart(_Part):
-    name: str
-    digest: str
-    """SHA-256 of the resolved document."""
-    document: dict[str, Any]
-
-
-class Identities(_Part):
-    reference: dict[str, Any]
-    engine: dict[str, Any]
-
-
-class Counts(_Part):
-    prompts: int
-    sequences: int
-    tokens: int
-    """Scored response tokens on the decode path."""
-
-
-class MeasurementPart(_Part):
-    """A clause on a slice (see kernel_contracts.measurement)."""
-
-    clause: str
-    slice: str
-    metric: str
-    section: str
-    value: float | None
-    lower: float | None
-    upper: float | None
-    limit: float | None
-    n_prompts: int
-    n_tokens: int
-    verdict: Word
-    method: str = ""
-    detail: str = ""
-    unit: str = ""
-    path: str = ""
-    noise_floor: float | None = None
-    warn: bool = False
-    p_fail: float | None = None
-
-
-class Finding(_Part):
-    """A coded cause, with the rows that show it and what to do."""
-
-    code: str
-    title: str
-    severity: Literal["error", "warning", "note"]
-    evidence: list[dict[str, Any]] = Field(default_factory=list)
-    remedy: str = ""
-    clause: str = ""
-    slice: str = ""
+REPORT_NAME = "report.json"
+SCHEMA_PATH = Path(__file__).with_name("report.schema.json")
 
 
-class ChainRow(_Part):
-    """One step of the chain from drift to reward and gradient."""
+class Record(StrictModel):
+    """One audit. Raises pydantic's ValidationError where it contradicts itself: a PASS over a
+    clause that did not pass, an exit code of another verdict."""
 
-    quantity: str
-    measured: float | None
-    """Estimate on this slice; None where it is not measured."""
-    upper: float | None
-    """Its upper confidence bound, where there is one."""
-    bound: float | None
-    """What the route's bound says, from the measured drift or KL."""
-    slack: float | None
-    """bound / measured."""
-    vacuous: bool
-    """The bound is at or above the trivial one."""
-    useful_horizon: float | None = None
-    """Tokens up to which the bound says something."""
-    formula: str = ""
-
-
-class Chain(_Part):
-    slice: str
-    route: Literal["rms", "sup"]
-    rows: list[ChainRow]
-
-
-class FlipBin(_Part):
-    lo: float
-    hi: float | None
-    n: int
-    rate: float
-    lower: float
-    upper: float
-
-
-class PositionBin(_Part):
-    lo: float
-    hi: float
-    n: int
-    mean: float
-    p95: float
-
-
-class ProbabilityBin(_Part):
-    lo: float
-    hi: float
-    n: int
-    mean: float
-    mean_abs_dlp: float
-
-
-class Scatter(_Part):
-    reference: list[float] = Field(default_factory=list)
-    engine: list[float] = Field(default_factory=list)
-
-
-class WorstToken(_Part):
-    prompt_id: str
-    domain: str = ""
-    position: int
-    path: str
-    before: str
-    token: str
-    reference_top: str
-    engine_top: str
-    reference_top_prob: float
-    engine_top_prob: float
-    reference_prob: float
-    engine_prob: float
-    kl: float
-    margin: float
-    flip: bool
-
-
-class ProbeRow(_Part):
-    probe: str
-    metric: str
-    value: float
-    n_prompts: int
-    n_tokens: int
-    detail: str = ""
-
-
-class Views(_Part):
-    """What the report draws."""
-
-    flip_by_margin: list[FlipBin] = Field(default_factory=list)
-    kl_by_position: list[PositionBin] = Field(default_factory=list)
-    kl_by_reference_prob: list[ProbabilityBin] = Field(default_factory=list)
-    logprob_scatter: Scatter = Field(default_factory=Scatter)
-    worst_tokens: list[WorstToken] = Field(default_factory=list)
-    probes: list[ProbeRow] = Field(default_factory=list)
-
-
-class Record(_Part):
-    """The whole audit."""
-
-    schema_version: Literal["1.0"] = "1.0"
-    verdict: Literal["PASS", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND", "NOT_COMPARABLE"]
-    exit_code: Literal[0, 1, 2, 3, 4]
+    schema_version: Literal["1.0"] = SCHEMA_VERSION
+    verdict: AuditVerdict
+    exit_code: int
     started: str
     finished: str
-    contract: ContractPart
+    contract: ContractRef
     identities: Identities
     counts: Counts
-    measurements: list[MeasurementPart]
+    measurements: list[MeasurementRow]
     findings: list[Finding] = Field(default_factory=list)
-    actions: list[dict[str, str]] = Field(default_factory=list)
-    """What the contract's escalation policy says about these verdicts."""
     chain: list[Chain] = Field(default_factory=list)
     views: Views = Field(default_factory=Views)
-    gradient: list[dict[str, Any]] = Field(default_factory=list)
-    """Measured policy-gradient bias per slice and the effect of each correction."""
-    environment: dict[str, Any] = Field(default_factory=dict)
-    digests: dict[str, str] = Field(default_factory=dict)
+    environment: Facts = Field(default_factory=dict)
+    digests: Facts = Field(default_factory=dict)
     timings: dict[str, float] = Field(default_factory=dict)
 
+    _plain = field_validator("environment", "digests", mode="before")(plain)
 
-def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return value
+    @field_validator("started", "finished")
+    @classmethod
+    def _is_time(cls, text: str) -> str:
+        datetime.fromisoformat(text)
+        return text
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.exit_code != EXIT_CODES[self.verdict]:
+            raise ValueError(f"exit code {self.exit_code} is not that of {self.verdict}")
+        worst = overall(self.measurements)  # type: ignore[arg-type]
+        if self.verdict == "PASS" and worst != "PASS":
+            raise ValueError(f"verdict PASS, but the worst clause is {worst}")
+        return self
 
 
-def record_schema() -> dict[str, Any]:
-    """JSON Schema (Draft 2020-12) of ``report.json``."""
-    schema = Record.model_json_schema()
+def record_json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of report.json, as published in ``report.schema.json``."""
+    schema = Record.model_json_schema(mode="serialization")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
-        "title": "mismatch-audit report",
+        "title": f"mismatch-audit report {SCHEMA_VERSION}",
     }
 
 
+def record_text(record: Record) -> str:
+    """The record as JSON text. Same record, same bytes."""
+    document = record.model_dump(mode="json")
+    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def save_record(record: Record, path: Path) -> None:
-    """Write atomically."""
-    text = json.dumps(plain(record.model_dump(mode="json")), indent=1, ensure_ascii=False)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path)
+    """Write report.json, whole or not at all. Raises InputError when it cannot be written."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
+                stream.write(record_text(record))
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot write it: {error.strerror or error}",
+            where=str(path),
+            fix="free some space or give another folder; the tables of the run are kept",
+        ) from error
 
 
 def load_record(path: Path) -> Record:
-    """A record from ``report.json`` or its folder.
+    """Read a report.json, or the one in a run's folder.
 
-    Raises InputError when it is missing, damaged, or of another schema version.
+    Raises InputError when there is none, when it is damaged, or of another schema version.
     """
-    file = path / "report.json" if path.is_dir() else path
+    file = path / REPORT_NAME if path.is_dir() else path
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        document = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+    except FileNotFoundError as error:
+        unfinished = path.is_dir() and (path / "run.json").exists()
         raise InputError(
-            "there is no report here", where=str(file), fix="audit run ... --out " + str(path)
-        ) from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"the report cannot be read: {error}", where=str(file)) from error
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if version != SCHEMA_VERSION:
-        raise InputError(
-            f"schema_version is {version!r}, this program reads {SCHEMA_VERSION!r}",
+            "this run has no report yet" if unfinished else "no report here",
             where=str(file),
-            fix="read it with the version of mismatch-audit that wrote it",
-        )
+            fix="finish it with `audit run ... --resume`" if unfinished else "give a run's folder",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"not readable as a report: {error}", where=str(file)) from error
+    _check_version(document, file)
     try:
         return Record.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(p) for p in first["loc"])
-        raise InputError(f"{place}: {first['msg']}", where=str(file)) from None
+        place = ".".join(str(part) for part in first["loc"]) or "the report"
+        raise InputError(
+            f"{place}: {first['msg']} ({error.error_count()} mistakes in all)",
+            where=str(file),
+            fix="write it again with `audit run ... --resume`; reports are not edited by hand",
+        ) from error
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _check_version(document: Any, file: Path) -> None:
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version == SCHEMA_VERSION:
+        return
+    if not isinstance(version, str):
+        raise InputError(
+            "not a report of mismatch-audit: no schema_version",
+            where=str(file),
+            fix="give a run's folder or its report.json",
+        )
+    raise InputError(
+        f"schema version {version}; this program reads {SCHEMA_VERSION}",
+        where=str(file),
+        fix="use the mismatch-audit that wrote it, or run the audit again",
+    )
+
+
+def write_schema(path: Path = SCHEMA_PATH) -> None:
+    """Publish the JSON Schema anew, after the models changed."""
+    text = json.dumps(record_json_schema(), indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
