@@ -143,6 +143,18 @@ def test_p_value_and_bound_decide_alike(x, limit):
         assert above.p_value > 0.05
 
 
+@given(values)
+def test_the_reported_bound_itself_is_refuted(x):
+    """A PASS at limit = upper must be backed by a p-value at that very limit, so the search has to
+    return the refuted end of its bracket."""
+    x = np.minimum(x, 1.0)
+    b = mean_bounds(x, ceiling=1.0, alpha=0.05)
+    if b.upper < 1.0:
+        assert mean_test(x, limit=b.upper, ceiling=1.0, side="below", alpha=0.05).p_value <= 0.05
+    if b.lower > 0.0:
+        assert mean_test(x, limit=b.lower, ceiling=1.0, side="above", alpha=0.05).p_value <= 0.05
+
+
 @settings(max_examples=40)
 @given(weighted)
 def test_equal_weights_at_the_cap_are_no_weights_above(xw):
