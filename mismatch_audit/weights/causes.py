@@ -21,7 +21,7 @@ from mismatch_audit.weights.findings import Fault, TensorReport
 from mismatch_audit.weights.layout import split_layer
 from mismatch_audit.weights.rearrange import matches, transposed
 from mismatch_audit.weights.sides import HEAD, Overlap, Pair, Side, operand
-from mismatch_audit.weights.tally import Operand, Tally
+from mismatch_audit.weights.tally import Operand, Plain, Tally
 
 # Tensors that one fused stored tensor may hold, so that their order can be mixed up.
 _SIBLINGS = (
@@ -60,7 +60,7 @@ class Explainer:
             Alternatives(
                 previous=region(self.previous, pair.trainer_name) if self.previous else None,
                 base=base,
-                transpose=self._transpose(overlap),
+                transpose=self._transpose(pair.trainer_name, overlap.start, shape),
                 siblings={
                     name: partial(region, self.trainer, name)
                     for name in self._siblings(pair.trainer_name)
@@ -71,11 +71,11 @@ class Explainer:
         )
 
     def quantised_alternatives(
-        self, pair: Pair, overlap: Overlap
+        self, pair: Pair, master: Operand, overlap: Overlap
     ) -> dict[str, tuple[Fault, Callable[[], Operand | None]]]:
-        """The same alternatives for a quantised region: label -> (meaning, master)."""
-        shape = self._shape(pair, overlap)
-        region = partial(self._region, start=overlap.start, shape=shape)
+        """The same alternatives for a quantised region, all columns: label -> (meaning, master)."""
+        start = (overlap.start[0], 0)
+        region = partial(self._region, start=start, shape=master.shape)
         others: dict[str, tuple[Fault, Callable[[], Operand | None]]] = {}
         if self.previous is not None:
             others["the previous version"] = (
@@ -90,7 +90,10 @@ class Explainer:
             )
         for name in self._siblings(pair.trainer_name):
             others[name] = (Fault.SWAPPED, partial(region, self.trainer, name))
-        others["its transpose"] = (Fault.TRANSPOSED, partial(self._transpose, overlap))
+        others["its transpose"] = (
+            Fault.TRANSPOSED,
+            partial(self._transpose, pair.trainer_name, start, master.shape),
+        )
         return others
 
     def is_transpose(self, pair: Pair) -> bool:
@@ -199,9 +202,17 @@ class Explainer:
                 return operand(side, name, piece, start, shape)
         return None
 
-    def _transpose(self, overlap: Overlap) -> Operand | None:
-        rows, columns = overlap.served.shape
-        return transposed(overlap.trainer) if rows == columns else None
+    def _transpose(
+        self, name: str, start: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Operand | None:
+        """The region that the transpose of a whole, square master has in this place."""
+        pieces = self.trainer.layout.tensors[name]
+        square = len(pieces[0].shape) == 2 and pieces[0].shape[0] == pieces[0].shape[1]
+        if len(pieces) != 1 or not square or self.trainer.adapts(name):
+            return None
+        turned = pieces[0].view().t()
+        rows, columns = (slice(s, s + n) for s, n in zip(start, shape, strict=True))
+        return Plain(turned[rows, columns])
 
     def _siblings(self, name: str) -> list[str]:
         found = []

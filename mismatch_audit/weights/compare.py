@@ -27,6 +27,7 @@ from mismatch_audit.weights.sides import (
     Overlap,
     Pair,
     Side,
+    operand,
     overlaps,
     pair_up,
     shapes_agree,
@@ -240,12 +241,6 @@ class Comparison:
         total = QuantisedTally()
         causes: list[tuple[int, tuple[Fault, dict[str, object]]]] = []
         pieces = self.served.layout.tensors[pair.served_name]
-        if len(self.trainer.layout.tensors[pair.trainer_name]) > 1:
-            raise InputError(
-                "a sharded trainer checkpoint cannot be compared with quantised weights",
-                where=pair.name,
-                fix="gather the trainer's shards first",
-            )
         for overlap, piece in zip(overlaps(self.trainer, self.served, pair), pieces, strict=True):
             region = self._quantised_region(pair, overlap, piece)
             if region is None:
@@ -260,7 +255,7 @@ class Comparison:
             self._add(total, tally)
             report.evidence.setdefault("quantiser", scheme.variant)
             if not tally.equal:
-                others = self.explainer.quantised_alternatives(pair, overlap)
+                others = self.explainer.quantised_alternatives(pair, region.master, overlap)
                 causes.append((piece.rank, explain_quantised(region, scheme, tally, others)))
             self.pages.used(overlap.elements * 5)
         report.elements = sum(math.prod(piece.shape) for piece in pieces)
@@ -271,7 +266,11 @@ class Comparison:
             report.ranks = [rank for rank, _ in causes] if len(pieces) > 1 else []
             report.fault, evidence = causes[0][1]
             report.evidence.update(evidence)
-            if report.fault == Fault.STALE and len(causes) < len(pieces):
+            unwritten = evidence.get("bad_scales", 0) == evidence.get("of")
+            unreached = report.fault == Fault.STALE or (
+                report.fault == Fault.UNWRITTEN and unwritten
+            )
+            if unreached and len(causes) < len(pieces):
                 report.fault = Fault.SHARD_STALE
                 report.evidence.update({"rank": causes[0][0], "ranks": len(pieces)})
 
@@ -295,8 +294,29 @@ class Comparison:
         own = [scale for scale in scales if scale.rank == piece.rank]
         if not own:
             return None
-        payload = overlap.served.rows(0, overlap.served.shape[0])
-        return QuantisedRegion(overlap.trainer, payload, own[0].view())
+        master = self.trainer.layout.tensors[pair.trainer_name]
+        if len(master) > 1:
+            raise InputError(
+                "a sharded trainer checkpoint cannot be compared with quantised weights",
+                where=pair.name,
+                fix="gather the trainer's shards first",
+            )
+        row, column = overlap.start
+        size = overlap.served.shape[0]
+        block = 128 if own[0].shape and own[0].shape[0] < size else 1
+        if row % block or (column and column % 32):
+            raise InputError(
+                f"a rank's part starts at ({row}, {column}), inside a block of scales",
+                where=pair.name,
+            )
+        name, columns = pair.trainer_name, master[0].shape[1]
+        return QuantisedRegion(
+            operand(self.trainer, name, master[0], (row, 0), (size, columns)),
+            overlap.served.rows(0, size),
+            own[0].view(),
+            column,
+            operand(self.trainer, name, master[0], (0, 0), master[0].shape),
+        )
 
 
 def _natural(name: str) -> tuple[object, ...]:

@@ -10,7 +10,8 @@ from mismatch_audit.weights.families import Family
 from mismatch_audit.weights.findings import Fault, Finding, TensorReport
 from mismatch_audit.weights.layout import split_layer
 
-_STALE = (Fault.STALE,)
+# What a tensor looks like that the push did not reach; scales may have been filled beforehand.
+_STALE = (Fault.STALE, Fault.UNWRITTEN)
 # A cause that touches at least this share of all compared elements is no single tensor's.
 _NEARLY_ALL = 0.9
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,14 @@ import torch
 from mismatch_audit.weights.findings import Fault
 from mismatch_audit.weights.rearrange import matches
 from mismatch_audit.weights.rounding import pattern
-from mismatch_audit.weights.schemes import E8M0_UNWRITTEN, Scheme, infer_scheme
-from mismatch_audit.weights.tally import Operand
+from mismatch_audit.weights.schemes import (
+    BLOCK,
+    E8M0_UNWRITTEN,
+    MX_BLOCK,
+    Scheme,
+    infer_scheme,
+)
+from mismatch_audit.weights.tally import Operand, Plain
 
 _ROWS_ELEMENTS = 1 << 20
 # Relative error of a healthy copy against its master, with room: e4m3 0.027, int8 0.01.
@@ -58,12 +64,31 @@ class QuantisedTally:
 
 @dataclass(frozen=True)
 class QuantisedRegion:
-    """One rank's payload and scale with the master's region (all of equal rows and columns)."""
+    """One rank's payload and scale, with the same rows of the master.
+
+    master has all columns, of which the rank holds [first, first + payload columns): scales were
+    made before tensor parallelism cut the inputs. whole: the uncut master, for tensor_fp8.
+    """
 
     master: Operand
     payload: torch.Tensor
     scale: torch.Tensor
-    amax: torch.Tensor | None = None
+    first: int = 0
+    whole: Operand | None = None
+
+    def encode(
+        self, scheme: Scheme, rows: tuple[int, int], amax: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(master, payload, scale) of the rank's columns of some rows."""
+        master = self.master.rows(*rows).float()
+        payload, scale = scheme.encode(master, dtype, amax)
+        last = self.first + self.payload.shape[1]
+        if last - self.first == master.shape[1]:
+            return master, payload, scale
+        width = {"mxfp8": MX_BLOCK, "block_fp8": BLOCK}.get(scheme.name)
+        if width is not None:
+            scale = scale[:, self.first // width : -(-last // width)]
+        return master[:, self.first : last], payload[:, self.first : last], scale
 
 
 def scheme_of(region: QuantisedRegion) -> Scheme | None:
@@ -102,14 +127,11 @@ def tally_quantised(
 ) -> QuantisedTally:
     """Compares stored bytes with ``scheme.encode(master)``, and values with the master."""
     tally = QuantisedTally()
-    whole_amax = region.amax
-    if scheme.name == "tensor_fp8" and whole_amax is None:
-        whole_amax = _amax(region.master)
+    amax = _amax(region.whole or region.master) if scheme.name == "tensor_fp8" else None
     for begin, end in _blocks(region, scheme):
-        master = region.master.rows(begin, end).float()
         payload = region.payload[begin:end]
         scale = _scale_rows(region, scheme, begin, end)
-        want_payload, want_scale = scheme.encode(master, scale.dtype, whole_amax)
+        master, want_payload, want_scale = region.encode(scheme, (begin, end), amax, scale.dtype)
         tally.elements += payload.numel()
         tally.scales += scale.numel()
         tally.payload_differing += int(
@@ -162,6 +184,8 @@ def explain_quantised(
         return Fault.UNWRITTEN, {"bad_scales": tally.bad_scales, "of": tally.scales, **evidence}
     if tally.served_square == 0 and tally.master_square:
         return Fault.ZEROED, evidence
+    if _unscaled(region, scheme):
+        return Fault.UNSCALED, evidence
     for variant in scheme.variants():
         if tally_quantised(region, variant, stop_at_first=True).equal:
             return Fault.QUANTIZER, {
@@ -173,11 +197,13 @@ def explain_quantised(
         master = make()
         if master is None or master.shape != region.master.shape:
             continue
-        swapped = QuantisedRegion(master, region.payload, region.scale)
+        swapped = replace(region, master=master)
         if tally_quantised(swapped, scheme, stop_at_first=True).equal:
             return fault, {"holds": label, **evidence}
     if not tally.payload_differing and _same_multiset(region, scheme):
         return Fault.PERMUTED, {"order_of": "scales", **evidence}
+    if not tally.payload_differing:
+        return Fault.STALE, {"by": "its scales alone: the payload is new", **evidence}
     limit = _HEALTHY.get(scheme.name, _HEALTHY_E4M3)
     if tally.relative_error <= limit:
         share = max(evidence["payload_differing_share"], evidence["scale_differing_share"])
@@ -195,18 +221,48 @@ def explain_quantised(
     return Fault.UNRELATED, evidence
 
 
+def _unscaled(region: QuantisedRegion, scheme: Scheme) -> bool:
+    """Neutral scales beside a payload that is the master's plain cast."""
+    if scheme.name == "channel_int8":
+        return False
+    scale = region.scale
+    neutral = scale.view(torch.uint8) == 127 if scheme.name == "mxfp8" else scale.float() == 1
+    columns = (region.first, region.first + region.payload.shape[1])
+    return bool(neutral.all()) and matches(_Columns(region.master, *columns), Plain(region.payload))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Some columns of an operand."""
+
+    inner: Operand
+    first: int
+    last: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.inner.shape[0], self.last - self.first
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return self.inner.rows(begin, end)[:, self.first : self.last]
+
+
 def _fit(tally: QuantisedTally) -> float:
     return tally.product / tally.master_square if tally.master_square else math.nan
 
 
 def _same_multiset(region: QuantisedRegion, scheme: Scheme) -> bool:
+    if scheme.name == "tensor_fp8":
+        return False
     served, wanted = [], []
     for begin, end in _blocks(region, scheme):
         scale = _scale_rows(region, scheme, begin, end)
         served.append(scale.reshape(-1))
-        wanted.append(
-            scheme.encode(region.master.rows(begin, end), scale.dtype, region.amax)[1].reshape(-1)
-        )
+        wanted.append(region.encode(scheme, (begin, end), None, scale.dtype)[2].reshape(-1))
     return torch.equal(torch.cat(served).sort()[0], torch.cat(wanted).sort()[0])
 
 
