@@ -299,6 +299,8 @@ def test_the_digest_depends_on_the_promise_only() -> None:
         EXAMPLE.replace("2.0e-3", "0.002"),
         EXAMPLE.replace("reference_margin <= 0.5", "(reference_margin<=.5)"),
         EXAMPLE.replace("{by: domain}", "{by: [domain]}"),
+        EXAMPLE.replace("{program: vllm, dtype: bfloat16,", "{dtype: bfloat16, program: vllm,"),
+        EXAMPLE.replace("  all: {}\n", "").replace("numerical:", "  all: {}\nnumerical:"),
         EXAMPLE.replace("limit: 2.0e-3, warn: 1.0e-3", "warn: 1.0e-3, ceiling: 0.01, limit: 2e-3"),
         EXAMPLE + "alpha: 0.05\n",
         dump_contract(parse_contract(EXAMPLE)),

@@ -177,6 +177,8 @@ def test_a_token_column_hides_metadata_of_the_same_name() -> None:
     prompts = PROMPTS.assign(reference_margin=9.0)
     found = resolve(contract(m={"where": "reference_margin > 5"}), TOKENS, prompts)
     assert found[-1].rows == 0
+    grouped = resolve(contract(m={"by": "flip"}), TOKENS, PROMPTS.assign(flip=True))
+    assert [(s.name, s.rows) for s in grouped[1:]] == [("flip=false", 4), ("flip=true", 2)]
 
 
 @pytest.mark.parametrize(
