@@ -170,8 +170,9 @@ def race_disagreement(p: npt.ArrayLike, q: npt.ArrayLike) -> Array:
     minus their sum over i. (The same-seed Gumbel-max sampler is this race.) O(V^2) per row.
     """
     pair = _pair(p, q)
-    ratio_p = pair.logp[..., None, :] - pair.logp[..., :, None]
-    ratio_q = pair.logq[..., None, :] - pair.logq[..., :, None]
+    with np.errstate(invalid="ignore"):  # outside the support, where nothing is won
+        ratio_p = pair.logp[..., None, :] - pair.logp[..., :, None]
+        ratio_q = pair.logq[..., None, :] - pair.logq[..., :, None]
     both = np.isfinite(pair.logp) & np.isfinite(pair.logq)
     worst = np.exp(np.maximum(ratio_p, ratio_q)).sum(-1)
     agree = np.divide(1.0, worst, out=np.zeros_like(worst), where=both)
