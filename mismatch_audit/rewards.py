@@ -51,6 +51,8 @@ __all__ = ["advantages", "parse_check", "reward", "safe_pattern", "validate_chec
 
 MAX_RESPONSE = 20_000
 """Characters of a response that are looked at."""
+EQUAL_REWARDS = 1e-12
+"""Rewards of a group that lie this close together count as equal."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def advantages(
     for indices in members.values():
         centred = values[indices] - values[indices].mean()
         # Equal rewards leave rounding of 1e-17 behind, which a division must not blow up.
-        if np.ptp(values[indices]) == 0:
+        if np.ptp(values[indices]) <= EQUAL_REWARDS:
             centred[:] = 0.0
         elif normalise:
             centred /= values[indices].std(ddof=1) + epsilon
