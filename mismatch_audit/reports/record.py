@@ -1,4 +1,4 @@
-"""The record of one audit: ``report.json``, canonical and versioned. Every report is drawn from it."""
+"""The record of one audit: ``report.json``, canonical and versioned; every report shows it."""
 
 from __future__ import annotations
 
@@ -82,11 +82,15 @@ class Record(StrictModel):
     findings: list[Finding] = Field(default_factory=list)
     chain: list[Chain] = Field(default_factory=list)
     views: Views = Field(default_factory=Views)
+    actions: list[Facts] = Field(default_factory=list)
+    """What the contract's escalation policy asks for."""
+    gradient: list[Facts] = Field(default_factory=list)
+    """Measured policy-gradient bias per slice, with the effect of each correction."""
     environment: Facts = Field(default_factory=dict)
     digests: Facts = Field(default_factory=dict)
     timings: dict[str, float] = Field(default_factory=dict)
 
-    _plain = field_validator("environment", "digests", mode="before")(plain)
+    _plain = field_validator("environment", "digests", "actions", "gradient", mode="before")(plain)
 
     @field_validator("started", "finished")
     @classmethod
