@@ -23,7 +23,9 @@ def clopper_pearson(k: int, n: int, alpha: float) -> tuple[float, float]:
 
     The n units must be independent: pass prompts, never tokens.  Tokens of one prompt are
     correlated, and on tokens at ICC 0.05 and 100 tokens a prompt each bound holds about 73 % of
-    the time where it promises 95 % (docs/error-rates.md).  Clopper and Pearson, Biometrika 26 (1934).
+    the time where it promises 95 % (docs/error-rates.md).
+
+    Clopper and Pearson, Biometrika 26 (1934).
     """
     check_probability("alpha", alpha)
     check_counts(k, n)
