@@ -22,7 +22,7 @@ Kind = Literal["mean", "rate", "count", "ess"]
 class Metric:
     """One measurable quantity.
 
-    columns: needed in the token table; a missing one gives UNOBSERVED.  values: frame -> ``[rows]``.
+    columns: needed in the token table; a missing one gives UNOBSERVED.  values: frame -> [rows].
     kind: ``mean`` (per-prompt mean, needs a ceiling), ``rate`` (in [0, 1]), ``count`` (a sum over
     the slice, exact), ``ess`` (effective sample size over n, from the mean of w^2).
     """
@@ -62,25 +62,73 @@ _BOTH = ("engine_logprob", "reference_logprob")
 METRICS: dict[str, Metric] = {
     m.name: m
     for m in (
-        Metric("kl_engine_reference", ("kl_engine_reference",), _column("kl_engine_reference"),
-               "mean", "nats", "KL(q || p), engine against reference, full vocabulary"),
-        Metric("kl_reference_engine", ("kl_reference_engine",), _column("kl_reference_engine"),
-               "mean", "nats", "KL(p || q)"),
+        Metric(
+            "kl_engine_reference",
+            ("kl_engine_reference",),
+            _column("kl_engine_reference"),
+            "mean",
+            "nats",
+            "KL(q || p), engine against reference, full vocabulary",
+        ),
+        Metric(
+            "kl_reference_engine",
+            ("kl_reference_engine",),
+            _column("kl_reference_engine"),
+            "mean",
+            "nats",
+            "KL(p || q)",
+        ),
         Metric("tv", ("tv",), _column("tv"), "rate", "", "total variation distance"),
         Metric("chi2", ("chi2",), _column("chi2"), "mean", "", "chi-square of p against q"),
-        Metric("drift", ("drift",), _column("drift"), "mean", "nats",
-               "oscillation of log p - log q on the nucleus"),
-        Metric("abs_dlp", _BOTH, lambda f: np.abs(_dlp(f)), "mean", "nats",
-               "|log p - log q| of the sampled token"),
+        Metric(
+            "drift",
+            ("drift",),
+            _column("drift"),
+            "mean",
+            "nats",
+            "oscillation of log p - log q on the nucleus",
+        ),
+        Metric(
+            "abs_dlp",
+            _BOTH,
+            lambda f: np.abs(_dlp(f)),
+            "mean",
+            "nats",
+            "|log p - log q| of the sampled token",
+        ),
         Metric("k3", _BOTH, _k3, "mean", "nats", "w - 1 - ln w: KL(q || p) from sampled tokens"),
-        Metric("mult_prob_error", _BOTH, lambda f: np.exp(np.abs(_dlp(f))), "mean", "x",
-               "exp |log p - log q| of the sampled token"),
+        Metric(
+            "mult_prob_error",
+            _BOTH,
+            lambda f: np.exp(np.abs(_dlp(f))),
+            "mean",
+            "x",
+            "exp |log p - log q| of the sampled token",
+        ),
         Metric("flip_rate", ("flip",), _flip, "rate", "", "greedy token differs"),
-        Metric("tail_mass", ("tail_mass",), _column("tail_mass"), "rate", "",
-               "mass outside the nucleus"),
-        Metric("nonfinite", ("nonfinite",), _column("nonfinite"), "count", "values",
-               "non-finite logits on either side"),
-        Metric("ess_ratio", _BOTH, lambda f: np.exp(2 * _dlp(f)), "ess", "",
-               "effective sample size over n under weights p/q"),
+        Metric(
+            "tail_mass",
+            ("tail_mass",),
+            _column("tail_mass"),
+            "rate",
+            "",
+            "mass outside the nucleus",
+        ),
+        Metric(
+            "nonfinite",
+            ("nonfinite",),
+            _column("nonfinite"),
+            "count",
+            "values",
+            "non-finite logits on either side",
+        ),
+        Metric(
+            "ess_ratio",
+            _BOTH,
+            lambda f: np.exp(2 * _dlp(f)),
+            "ess",
+            "",
+            "effective sample size over n under weights p/q",
+        ),
     )
 }

@@ -134,6 +134,9 @@ def _unobserved(clause: Clause, name: str, metric: str, why: str) -> Measurement
 
 def _too_few(contract: Contract, one: Slice, evidence: Evidence) -> str:
     """Why an observability clause forbids a verdict on this slice, or nothing."""
+    allowed = max((c.max_missing for c in contract.observability), default=0.0)
+    if one.missing > allowed * len(evidence.tokens):
+        return f"{one.missing} rows have a null in a column that decides the slice"
     n = evidence.tokens["prompt_id"][one.mask].nunique() if one.rows else 0
     for clause in contract.observability:
         if any(one.answers_to(name) for name in clause.slices) and n < clause.min_prompts:
@@ -150,7 +153,9 @@ def _observability(clause: ObservabilityClause, one: Slice, evidence: Evidence) 
         if len(frame) and not absent
         else 1.0
     )
-    worst = [c for c in clause.require if c in frame and frame[c].isna().mean() > clause.max_missing]
+    worst = [
+        c for c in clause.require if c in frame and frame[c].isna().mean() > clause.max_missing
+    ]
     met = n >= clause.min_prompts and not absent and missing <= clause.max_missing and n > 0
     reasons = []
     if n < clause.min_prompts:
@@ -340,9 +345,7 @@ def _bounded(
     bounds = mean_bounds(values, **options)  # type: ignore[arg-type]
     p_fail = mean_test(values, limit=limit, side="above", **options).p_value  # type: ignore[arg-type]
     notes, passed = [], bounds.upper <= limit
-    needed, side = prompts_to_decide(
-        values, limit, ceiling, alpha, weights=weights, weight_cap=cap
-    )
+    needed, side = prompts_to_decide(values, limit, ceiling, alpha, weights=weights, weight_cap=cap)
     if tail is not None:
         above = int(np.sum(values > ceiling))
         share_upper = clopper_pearson(above, len(values), alpha)[1]

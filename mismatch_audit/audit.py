@@ -101,7 +101,7 @@ def prepare(settings: RunSettings, out: Path, *, resume: bool) -> Run:
         vocab_size=text.vocab_size,
     )
     weights = identity.weights_digest(model)
-    facts = {
+    facts: dict[str, dict[str, Any]] = {
         side: {
             "model": str(folder),
             "weights": weights if folder == model else identity.weights_digest(folder),
@@ -119,7 +119,9 @@ def prepare(settings: RunSettings, out: Path, *, resume: bool) -> Run:
         "prompts": prompts_digest(encoded),
         "weights": {side: f["weights"] for side, f in facts.items()},
     }
-    return Run(settings, contract, encoded, tokenizer, RunDirectory(out, spec, resume=resume), facts)
+    return Run(
+        settings, contract, encoded, tokenizer, RunDirectory(out, spec, resume=resume), facts
+    )
 
 
 def _check_requested(contract: Contract, settings: RunSettings) -> None:
@@ -231,8 +233,8 @@ def _probe(run: Run, bench: Bench, progress: Progress) -> None:
 
     asked = run.settings.probes
     sequences = [
-        Sequence_(row.sequence_id, tuple(int(t) for t in row.token_ids), int(row.prompt_length))
-        for row in run.folder.tables()[1].itertuples()
+        Sequence_(row["sequence_id"], tuple(map(int, row["token_ids"])), int(row["prompt_length"]))
+        for row in run.folder.tables()[1].to_dict("records")
     ]
     jobs: tuple[tuple[str, int, Callable[[list[Sequence_]], Any]], ...] = (
         ("repeat", asked.repeat_prompts, lambda some: repeat_probe(bench, some)),
@@ -262,8 +264,7 @@ def _evidence(run: Run) -> Evidence:
     rows = [*repeat["rows"], *lone["rows"], *path_rows(tokens)]
     floors = repeat.get("floors", {})
     noise = {
-        name: max(f[name] for f in floors.values())
-        for name in next(iter(floors.values()), {})
+        name: max(f[name] for f in floors.values()) for name in next(iter(floors.values()), {})
     }
     metadata = pd.DataFrame([{"prompt_id": p.id, **p.metadata} for p in run.prompts])
     return Evidence(

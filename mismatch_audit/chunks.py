@@ -112,9 +112,7 @@ def _compare(
         frame = _frame([r.sequence for r in again], "prefill", scored)
         frames.append(
             frame.assign(
-                **_prefill_columns(
-                    bench, columns, mine, prefill, targets, keep, differs, frame
-                )
+                **_prefill_columns(bench, columns, mine, prefill, targets, keep, differs, frame)
             )
         )
     return frames
@@ -155,7 +153,10 @@ def _checked(
     means that captured rows are not what the engine sampled from, and raises UnsoundError.
     """
     columns = bench.compare(mine, engine, targets)
-    if _report_error(columns["engine_logprob"], frame) > REPORTED_TOLERANCE and bench.route == "head":
+    if (
+        _report_error(columns["engine_logprob"], frame) > REPORTED_TOLERANCE
+        and bench.route == "head"
+    ):
         bench.route = "engine_logits"
         columns = bench.compare(mine, engine, targets)
     _check_reported(bench, columns["engine_logprob"], frame)
@@ -186,9 +187,7 @@ def _check_reported(bench: Bench, logprob: np.ndarray[Any, Any], frame: pd.DataF
         )
 
 
-def _frame(
-    sequences: Sequence[Sequence_], path: str, rows: dict[str, Any]
-) -> pd.DataFrame:
+def _frame(sequences: Sequence[Sequence_], path: str, rows: dict[str, Any]) -> pd.DataFrame:
     lengths = [s.n_response for s in sequences]
     position = np.concatenate([np.arange(n) for n in lengths])
     reported = [rows[s.sequence_id].reported_logprob for s in sequences]

@@ -27,7 +27,7 @@ def model_files(model: str) -> Path:
     path = Path(model)
     if path.is_dir():
         return path
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     try:
         config = cached_file(model, "config.json")
@@ -43,9 +43,7 @@ def weights_digest(folder: Path) -> str:
     """SHA-256 over the weight files in name order. Raises InputError when there are none."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
-        raise InputError(
-            "no weights (*.safetensors) in the model's folder", where=str(folder)
-        )
+        raise InputError("no weights (*.safetensors) in the model's folder", where=str(folder))
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode())
@@ -101,7 +99,9 @@ def check_facts(side: str, promised: dict[str, Any], actual: dict[str, Any], con
         )
 
 
-def check_same(names: list[str], reference: dict[str, Any], engine: dict[str, Any], contract: str) -> None:
+def check_same(
+    names: list[str], reference: dict[str, Any], engine: dict[str, Any], contract: str
+) -> None:
     """Facts that must be equal on both sides (weights, tokenizer, ...)."""
     wrong = [
         f"{name}: reference {str(reference.get(name))[:16]}, engine {str(engine.get(name))[:16]}"
@@ -126,7 +126,9 @@ def no_op_requests(requested: dict[str, Any], facts: dict[str, Any]) -> list[str
     """Engine settings that were asked for and changed nothing, as far as the engine tells."""
     said = []
     cache = requested.get("kv_cache_dtype")
-    if cache not in (None, "auto") and not any(str(cache) in str(c) for c in facts["kv_cache_dtype"]):
+    if cache not in (None, "auto") and not any(
+        str(cache) in str(c) for c in facts["kv_cache_dtype"]
+    ):
         said.append(f"kv_cache_dtype={cache}: the engine's caches are {facts['kv_cache_dtype']}")
     quantization = requested.get("quantization")
     methods = facts.get("linear_methods", {})

@@ -26,6 +26,10 @@ FLOOR_METRICS = ("kl_engine_reference", "kl_reference_engine", "tv", "chi2", "dr
                  "k3", "mult_prob_error", "flip_rate")  # fmt: skip
 
 
+SELF_COLUMNS = ("kl_engine_reference", "kl_reference_engine", "tv", "chi2", "drift",
+                "engine_logprob", "reference_logprob", "flip", "nonfinite")  # fmt: skip
+
+
 def self_comparison(
     bench: Bench, side: str, one: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
 ) -> pd.DataFrame:
@@ -37,18 +41,13 @@ def self_comparison(
     head: Head = bench.reference_head if side == "reference" else bench.engine_head
     one, other = one.to(head.weight.device), other.to(head.weight.device)
     differs = (one != other).any(-1)
-    n = len(targets)
-    frame = pd.DataFrame({name: np.zeros(n) for name in ("kl_engine_reference",
-        "kl_reference_engine", "tv", "chi2", "drift", "engine_logprob", "reference_logprob",
-        "flip", "nonfinite")})  # fmt: skip
+    columns = {name: np.zeros(len(targets)) for name in SELF_COLUMNS}
     if bool(differs.any()):
         at = torch.nonzero(differs).flatten()
-        result = compare_hidden(
-            one[at], head, other[at], head, targets.to(head.weight.device)[at]
-        )
-        for name in frame:
-            frame.loc[at.cpu().numpy(), name] = result[name].double().cpu().numpy()
-    return frame
+        result = compare_hidden(one[at], head, other[at], head, targets.to(head.weight.device)[at])
+        for name, column in columns.items():
+            column[at.cpu().numpy()] = result[name].double().cpu().numpy()
+    return pd.DataFrame(columns)
 
 
 def _per_prompt(probe: str, frame: pd.DataFrame, ids: Sequence[str]) -> list[dict[str, Any]]:
@@ -64,7 +63,7 @@ def _per_prompt(probe: str, frame: pd.DataFrame, ids: Sequence[str]) -> list[dic
     means = grouped.mean()
     means["n_tokens"] = grouped.size()
     return [
-        {"probe": probe, "prompt_id": str(name), **{k: float(v) for k, v in row.items()}}
+        {"probe": probe, "prompt_id": str(name), **{str(k): float(v) for k, v in row.items()}}
         for name, row in means.iterrows()
     ]
 
@@ -130,8 +129,7 @@ def lone_probe(bench: Bench, sequences: Sequence[Sequence_], tokens: int) -> dic
         prompts = [(s.sequence_id, s.token_ids[: s.prompt_length]) for s in some]
         forced = [s.response for s in some]
         return {
-            r.sequence_id: r.hidden
-            for r in bench.engine.generate(prompts, sampling, forced=forced)
+            r.sequence_id: r.hidden for r in bench.engine.generate(prompts, sampling, forced=forced)
         }
 
     together = decode(cut)
@@ -164,15 +162,19 @@ def path_rows(tokens: pd.DataFrame) -> list[dict[str, Any]]:
         {
             "kl": np.expm1(gap) - gap,
             "abs_dlp": gap.abs(),
-            "flip_rate": (
-                both["engine_top1"]["prefill"] != both["engine_top1"]["decode"]
-            ).astype(float),
+            "flip_rate": (both["engine_top1"]["prefill"] != both["engine_top1"]["decode"]).astype(
+                float
+            ),
         }
     )
     grouped = frame.groupby(level="prompt_id")
     means = grouped.mean()
     means["n_tokens"] = grouped.size()
     return [
-        {"probe": "prefill_decode", "prompt_id": str(name), **{k: float(v) for k, v in row.items()}}
+        {
+            "probe": "prefill_decode",
+            "prompt_id": str(name),
+            **{str(k): float(v) for k, v in row.items()},
+        }
         for name, row in means.iterrows()
     ]

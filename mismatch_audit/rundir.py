@@ -84,7 +84,7 @@ class RunDirectory:
         tokens = sorted((self.path / "tokens").glob("part-*.parquet"))
         return read_parts(tokens), read_parts([self.path / "sequences" / p.name for p in tokens])
 
-    def cached_json(self, name: str) -> Any | None:
+    def cached_json(self, name: str) -> Any:
         """A small finished result (``probes/<name>.json``), or None."""
         path = self.path / "probes" / f"{name}.json"
         return _read_json(path) if path.exists() else None

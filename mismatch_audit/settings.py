@@ -109,7 +109,9 @@ def parse_settings(document: dict[str, Any], where: str) -> RunSettings:
                 lines.append(f"{field}: unknown key. {hint}".rstrip())
             else:
                 lines.append(f"{field}: {item['msg']}")
-        raise InputError("; ".join(lines), where=where, fix="see docs/run.md for every key") from None
+        raise InputError(
+            "; ".join(lines), where=where, fix="see docs/run.md for every key"
+        ) from None
 
 
 def load_settings(path: Path) -> RunSettings:
@@ -120,9 +122,7 @@ def load_settings(path: Path) -> RunSettings:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(
-            f"cannot read the run file: {error.strerror}", where=str(path)
-        ) from error
+        raise InputError(f"cannot read the run file: {error.strerror}", where=str(path)) from error
     except yaml.YAMLError as error:
         raise InputError(f"not valid YAML: {error}", where=str(path)) from error
     if not isinstance(document, dict):

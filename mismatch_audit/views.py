@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ SCATTER_POINTS = 1500
 def _bins(values: pd.Series, edges: tuple[float, ...]) -> list[tuple[float, float, Any]]:
     """(low, high, mask) of half-open bins; the last is closed."""
     found = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         last = high == edges[-1]
         mask = (values >= low) & ((values <= high) if last else (values < high))
         found.append((low, high, mask))
@@ -98,7 +100,11 @@ def scatter(tokens: pd.DataFrame) -> dict[str, list[float]]:
 
 
 def worst_tokens(
-    tokens: pd.DataFrame, sequences: pd.DataFrame, prompts: pd.DataFrame, tokenizer: Any, count: int = 12
+    tokens: pd.DataFrame,
+    sequences: pd.DataFrame,
+    prompts: pd.DataFrame,
+    tokenizer: Any,
+    count: int = 12,
 ) -> list[dict[str, Any]]:
     """The rows with the largest KL, at most two a prompt, with the text that led there."""
     if tokens.empty:
@@ -113,7 +119,8 @@ def worst_tokens(
     )
     chosen = order[order.groupby("prompt_id").cumcount() < 2].head(count)
     rows = []
-    for row in chosen.itertuples():
+    for values in chosen.to_dict("records"):
+        row = SimpleNamespace(**{str(k): v for k, v in values.items()})
         at = int(lengths[row.sequence_id]) + int(row.position)
         before = list(ids[row.sequence_id][max(0, at - 24) : at])
         rows.append(
@@ -136,3 +143,20 @@ def worst_tokens(
             }
         )
     return rows
+
+
+def probe_means(probes: pd.DataFrame) -> list[dict[str, Any]]:
+    """Mean of each probe's metrics over its prompts."""
+    if probes.empty:
+        return []
+    return [
+        {
+            "probe": str(name),
+            "metric": metric,
+            "value": float(rows[metric].mean()),
+            "n_prompts": len(rows),
+            "n_tokens": int(rows["n_tokens"].sum()),
+        }
+        for name, rows in probes.groupby("probe", sort=True)
+        for metric in ("kl", "abs_dlp", "flip_rate")
+    ]

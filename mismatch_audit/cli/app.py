@@ -6,12 +6,12 @@ import os
 import sys
 
 import typer
+from mismatch_audit.cli.report import report
+from mismatch_audit.cli.show import show
 
 from mismatch_audit.cli.contract import contract_app
 from mismatch_audit.cli.doctor import doctor
-from mismatch_audit.cli.report import report
 from mismatch_audit.cli.run import run
-from mismatch_audit.cli.show import show
 
 app = typer.Typer(
     name="audit",

@@ -99,11 +99,11 @@ def _pairs(option: str, items: list[str] | None) -> dict[str, Any] | None:
 
 
 def _execute(settings: Any, out: Path, *, resume: bool, exit_zero: bool) -> int:
+    from mismatch_audit.reports.terminal import render_terminal
     from rich.console import Console
 
     from mismatch_audit.audit import run_audit
     from mismatch_audit.cli.progress import progress_display
-    from mismatch_audit.reports.terminal import render_terminal
 
     console = Console()
     with progress_display(Console(stderr=True)) as progress:

@@ -38,7 +38,9 @@ def _tag(sampling_params: Any) -> tuple[str, int] | None:
     return (str(extra[_KEY]), int(extra.get(_START, 0))) if _KEY in extra else None
 
 
-def _v1_rows(runner: Any, scheduled: dict[str, int]) -> Iterator[tuple[tuple[str, int], int, int, int]]:
+def _v1_rows(
+    runner: Any, scheduled: dict[str, int]
+) -> Iterator[tuple[tuple[str, int], int, int, int]]:
     """(tag, position of the first row, offset in the batch, rows) of every tagged request."""
     for request_id, count in scheduled.items():
         request = runner.requests.get(request_id)
@@ -53,12 +55,13 @@ class CaptureExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``)."""
 
     model_runner: Any
+    _audit_runner: str
 
     def audit_hook(self) -> str:
         """Install the hooks once; returns ``"v1"`` or ``"v2"``."""
         runner = self.model_runner
         if hasattr(self, "_audit_runner"):
-            return str(self._audit_runner)
+            return self._audit_runner
         self._audit_store: _Store | None = None
         if hasattr(runner, "_get_prompt_logprobs_dict"):
             self._hook_v1(runner)
@@ -125,7 +128,10 @@ class CaptureExtension:
             out[key], out[f"{key}/pos"] = rows, torch.cat(at)
         if out:
             save_file(out, path)
-        return {"keys": len(store.rows), "rows": sum(v.shape[0] for k, v in out.items() if "/" not in k)}
+        return {
+            "keys": len(store.rows),
+            "rows": sum(v.shape[0] for k, v in out.items() if "/" not in k),
+        }
 
     def audit_head(self, path: str) -> dict[str, Any]:
         """Write the head that the engine applies, read through the engine: identity rows through
@@ -164,7 +170,7 @@ class CaptureExtension:
         matrix of the layers, as a stale copy of the weights would have."""
         from vllm.model_executor.model_loader import get_model_loader
 
-        loader = get_model_loader(self.model_runner.vllm_config.load_config)
+        loader: Any = get_model_loader(self.model_runner.vllm_config.load_config)
         generator = torch.Generator().manual_seed(seed)
         changed = 0
 

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
-class ForcedDecode(AdapterLogitsProcessor):  # type: ignore[misc]
+class ForcedDecode(AdapterLogitsProcessor):
     """``SamplingParams.extra_args = {"audit_forced": [ids]}`` decides every next token."""
 
     @classmethod

@@ -36,7 +36,7 @@ def load_causal_lm(model: str, *, dtype: str, device: str, attn: str, trust: boo
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch_dtype(dtype), attn_implementation=attn, trust_remote_code=trust
         )
     except (OSError, ValueError) as error:
@@ -54,7 +54,9 @@ class TransformersReference:
     Raises UnsoundError when the model's logits are not ``head(hidden)`` beyond rounding.
     """
 
-    def __init__(self, model_path: str, settings: ReferenceSettings, *, trust: bool = False) -> None:
+    def __init__(
+        self, model_path: str, settings: ReferenceSettings, *, trust: bool = False
+    ) -> None:
         import torch
 
         self.settings = settings

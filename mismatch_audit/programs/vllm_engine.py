@@ -139,7 +139,8 @@ class VllmEngine:
         reply: dict[str, Any] = json.loads(line)
         if not reply.pop("ok"):
             raise EngineError(
-                f"vLLM failed in {operation!r}: {reply['error']}\n  its last log lines:\n{self._tail()}",
+                f"vLLM failed in {operation!r}: {reply['error']}\n"
+                f"  its last log lines:\n{self._tail()}",
                 where=f"engine log {self.log_path}",
                 fix="the settings under `engine:` are passed to vLLM as they are; see the log",
             )
@@ -148,7 +149,8 @@ class VllmEngine:
     def _died(self) -> None:
         code = self._process.wait(timeout=30)
         raise EngineError(
-            f"the engine's process ended (exit status {code})\n  its last log lines:\n{self._tail()}",
+            f"the engine's process ended (exit status {code})\n"
+            f"  its last log lines:\n{self._tail()}",
             where=f"engine log {self.log_path}",
             fix="finished chunks are kept: run the same command again with --resume",
         )
@@ -214,9 +216,9 @@ class VllmEngine:
         wanted = list(range(first, first + count))
         if positions[:count] != wanted:
             raise EngineError(
-                f"captured rows of {key!r} cover positions {positions[:3]}.. ({len(positions)} rows)"
-                f", needed {first}..{first + count - 1}",
-                fix="a cached prefix, or rows in another order: this engine setting is not supported",
+                f"captured rows of {key!r} cover positions {positions[:3]}.. "
+                f"({len(positions)} rows), needed {first}..{first + count - 1}",
+                fix="a cached prefix, or rows in another order: this setting is not supported",
             )
         return tensors[key][:count]
 
@@ -237,7 +239,7 @@ class VllmEngine:
         }
         if sampling.top_k:
             options["top_k"] = sampling.top_k
-        requests = [
+        requests: list[dict[str, Any]] = [
             {
                 "key": key,
                 "prompt": list(ids),
@@ -247,7 +249,9 @@ class VllmEngine:
             for i, (key, ids) in enumerate(prompts)
         ]
         path = self._file()
-        results = self._call("generate", requests=requests, out=str(path), sampling=options)["results"]
+        results = self._call("generate", requests=requests, out=str(path), sampling=options)[
+            "results"
+        ]
         tensors = load_file(path)
         path.unlink()
         for request, result in zip(requests, results, strict=True):
@@ -278,7 +282,11 @@ class VllmEngine:
             yield ScoredSequence(
                 sequence_id=sequence.sequence_id,
                 hidden=self._rows(
-                    path, sequence.sequence_id, tensors, sequence.prompt_length - 1, sequence.n_response
+                    path,
+                    sequence.sequence_id,
+                    tensors,
+                    sequence.prompt_length - 1,
+                    sequence.n_response,
                 ),
                 reported_logprob=result["logprobs"],
                 n_cached_tokens=result["n_cached"],

@@ -40,9 +40,15 @@ class Worker:
             "version": vllm.__version__,
             "torch": torch.__version__,
             **live,
-            "logprobs_mode": str(getattr(config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode)),
+            "logprobs_mode": str(
+                getattr(
+                    config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode
+                )
+            ),
             "quantization": config.model_config.quantization,
-            "head_dtype": str(getattr(config.model_config, "head_dtype", live["dtype"])).removeprefix("torch."),
+            "head_dtype": str(
+                getattr(config.model_config, "head_dtype", live["dtype"])
+            ).removeprefix("torch."),
             "enforce_eager": bool(config.model_config.enforce_eager),
             "compilation_mode": str(getattr(compilation, "mode", "")),
             "tensor_parallel": config.parallel_config.tensor_parallel_size,
@@ -63,7 +69,9 @@ class Worker:
         self.llm.collective_rpc("audit_end", args=(out,))
         return list(outputs)
 
-    def op_generate(self, requests: list[dict[str, Any]], out: str, sampling: dict[str, Any]) -> dict[str, Any]:
+    def op_generate(
+        self, requests: list[dict[str, Any]], out: str, sampling: dict[str, Any]
+    ) -> dict[str, Any]:
         """Sample responses; per request its ids, the sampler's own log-probs, finish reason."""
         from vllm import SamplingParams
 
@@ -99,7 +107,8 @@ class Worker:
                 {
                     "token_ids": ids,
                     "logprobs": [
-                        entry[token].logprob for entry, token in zip(best.logprobs, ids, strict=True)
+                        entry[token].logprob
+                        for entry, token in zip(best.logprobs, ids, strict=True)
                     ],
                     "finish_reason": best.finish_reason or "",
                     "n_cached": output.num_cached_tokens or 0,
@@ -118,7 +127,9 @@ class Worker:
             options: dict[str, Any] = {}
             if self.runner == "v2":
                 # Exactly one column a row, and only response rows: the cheap public route there.
-                options["prompt_logprob_token_ids"] = np.asarray(ids[start:], dtype=np.int64)[:, None]
+                options["prompt_logprob_token_ids"] = np.asarray(ids[start:], dtype=np.int64)[
+                    :, None
+                ]
                 options["prompt_logprob_start"] = start - 1
             else:
                 options["prompt_logprobs"] = 0
@@ -142,7 +153,9 @@ class Worker:
             if self.runner == "v2":
                 reported = [float(v) for v in np.asarray(output.prompt_token_id_logprobs)[:, 0]]
             else:
-                reported = [output.prompt_logprobs[i][ids[i]].logprob for i in range(start, len(ids))]
+                reported = [
+                    output.prompt_logprobs[i][ids[i]].logprob for i in range(start, len(ids))
+                ]
             results.append({"logprobs": reported, "n_cached": output.num_cached_tokens or 0})
         return {"results": results}
 
