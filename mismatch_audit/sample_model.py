@@ -68,7 +68,7 @@ def resolve_model(name_or_path: str) -> str:
 def sample_model_path() -> Path:
     """Directory of the sample model, for from_pretrained and for an engine; built when absent.
 
-    Costs 4 s to build and 0.3 s to check afterwards on 2 cores; takes 270 MB. A directory whose
+    Costs 8 s to build and 0.3 s to check afterwards on 2 cores; takes 270 MB. A directory whose
     files do not match their digests is built again. Raises InputError when the wheel or the gguf
     library is missing, when the wheel's file is damaged, or when the cache cannot be written.
     """
