@@ -249,11 +249,11 @@ def test_a_limit_outside_the_range_is_refused(limit):
 
 
 def test_a_thousand_prompts_take_milliseconds():
-    """Median of 9 calls under the 20 ms that an interactive report can afford per slice."""
+    """Median processor time of 9 calls under the 20 ms that an interactive report can afford per slice."""
     x = lognormal(np.random.default_rng(0), 1000)
     took = []
     for _ in range(9):
-        start = time.perf_counter()
+        start = time.process_time()
         mean_bounds(x, ceiling=0.05, alpha=0.05)
-        took.append(time.perf_counter() - start)
+        took.append(time.process_time() - start)
     assert sorted(took)[4] < 0.020
