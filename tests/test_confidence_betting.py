@@ -249,7 +249,7 @@ def test_a_limit_outside_the_range_is_refused(limit):
 
 
 def test_a_thousand_prompts_take_milliseconds():
-    """Median processor time of 9 calls under the 20 ms that an interactive report can afford per slice."""
+    """Median processor time of 9 calls under 20 ms, what an interactive report affords a slice."""
     x = lognormal(np.random.default_rng(0), 1000)
     took = []
     for _ in range(9):
