@@ -159,6 +159,11 @@ def choose_route(device: torch.device, *dtypes: torch.dtype) -> Route:
 
         if all(map(cpu.supports, dtypes)):
             return Route("numba", cpu.compare, cpu.log_probs)
+    if device.type == "cuda" and _installed("triton"):
+        from mismatch_audit.compare import triton_kernel
+
+        if all(map(triton_kernel.supports, dtypes)):
+            return Route("triton", triton_kernel.compare, triton_kernel.log_probs)
     return Route(
         "torch",
         torch_rows.compare_whole,
