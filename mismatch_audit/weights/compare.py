@@ -10,24 +10,16 @@ import torch
 from kernel_contracts.errors import InputError
 from mismatch_audit.weights.buffers import check_inverse_frequencies
 from mismatch_audit.weights.causes import Explainer
+from mismatch_audit.weights.compare_quantised import QuantisedComparison
 from mismatch_audit.weights.findings import Fault, TensorReport, WeightReport
 from mismatch_audit.weights.formats import FORMATS, short
 from mismatch_audit.weights.grouping import group
 from mismatch_audit.weights.layout import Piece
-from mismatch_audit.weights.quantised import (
-    QuantisedRegion,
-    QuantisedTally,
-    explain_quantised,
-    explain_unscaled,
-    scheme_of,
-    tally_quantised,
-)
 from mismatch_audit.weights.schemes import Scheme
 from mismatch_audit.weights.sides import (
     Overlap,
     Pair,
     Side,
-    operand,
     overlaps,
     pair_up,
     shapes_agree,
@@ -78,6 +70,9 @@ class Comparison:
         sides = [side.checkpoint for side in (trainer, served, previous) if side is not None]
         self.pages = Pages(*sides)
         self.explainer = Explainer(trainer, served, previous)
+        self.quantised = QuantisedComparison(
+            trainer, served, self.explainer, self.pages, options.quantiser
+        )
         self.usual_half = self._usual_half()
 
     def _usual_half(self) -> str | None:
@@ -114,7 +109,7 @@ class Comparison:
                 report.notes.append(f"{pair.name}: {pair.note}")
         self._compare_plain(regions, reports)
         run_all(
-            lambda pair: self._compare_quantised(pair, reports[pair.name]),
+            lambda pair: self.quantised.compare(pair, reports[pair.name]),
             quantised,
             self.options.threads,
         )
@@ -178,8 +173,6 @@ class Comparison:
             report.fault = Fault.TRANSPOSED
             report.evidence["equals"] = "the transpose of the master, bit for bit"
 
-    # -- plain tensors -------------------------------------------------------------------------
-
     def _compare_plain(self, regions: list[_Region], reports: dict[str, TensorReport]) -> None:
         tasks = [
             (region, rows)
@@ -234,89 +227,6 @@ class Comparison:
             report.evidence["in_master_too"] = True
         elif "dtype_expected" in report.evidence:
             report.fault = Fault.DTYPE
-
-    # -- quantised tensors ---------------------------------------------------------------------
-
-    def _compare_quantised(self, pair: Pair, report: TensorReport) -> None:
-        total = QuantisedTally()
-        causes: list[tuple[int, tuple[Fault, dict[str, object]]]] = []
-        pieces = self.served.layout.tensors[pair.served_name]
-        for overlap, piece in zip(overlaps(self.trainer, self.served, pair), pieces, strict=True):
-            region = self._quantised_region(pair, overlap, piece)
-            if region is None:
-                causes.append((piece.rank, explain_unscaled(overlap.trainer, overlap.served)))
-                continue
-            scheme = self._scheme(region)
-            if scheme is None:
-                evidence: dict[str, object] = {"scale_shape": list(region.scale.shape)}
-                causes.append((piece.rank, (Fault.SCALE_MISSING, evidence)))
-                continue
-            tally = tally_quantised(region, scheme)
-            self._add(total, tally)
-            report.evidence.setdefault("quantiser", scheme.variant)
-            if not tally.equal:
-                others = self.explainer.quantised_alternatives(pair, region.master, overlap)
-                causes.append((piece.rank, explain_quantised(region, scheme, tally, others)))
-            self.pages.used(overlap.elements * 5)
-        report.elements = sum(math.prod(piece.shape) for piece in pieces)
-        report.differing = total.payload_differing + total.scale_differing
-        report.relative_error = total.relative_error
-        report.cosine = total.cosine
-        if causes:
-            report.ranks = [rank for rank, _ in causes] if len(pieces) > 1 else []
-            report.fault, evidence = causes[0][1]
-            report.evidence.update(evidence)
-            unwritten = evidence.get("bad_scales", 0) == evidence.get("of")
-            unreached = report.fault == Fault.STALE or (
-                report.fault == Fault.UNWRITTEN and unwritten
-            )
-            if unreached and len(causes) < len(pieces):
-                report.fault = Fault.SHARD_STALE
-                report.evidence.update({"rank": causes[0][0], "ranks": len(pieces)})
-
-    @staticmethod
-    def _add(total: QuantisedTally, tally: QuantisedTally) -> None:
-        for name in vars(total):
-            setattr(total, name, getattr(total, name) + getattr(tally, name))
-
-    def _scheme(self, region: QuantisedRegion) -> Scheme | None:
-        inferred, stated = scheme_of(region), self.options.quantiser
-        if stated is not None and inferred is not None and stated.name == inferred.name:
-            return stated
-        return inferred
-
-    def _quantised_region(
-        self, pair: Pair, overlap: Overlap, piece: Piece
-    ) -> QuantisedRegion | None:
-        if pair.scale_name is None:
-            return None
-        scales = self.served.layout.tensors[pair.scale_name]
-        own = [scale for scale in scales if scale.rank == piece.rank]
-        if not own:
-            return None
-        master = self.trainer.layout.tensors[pair.trainer_name]
-        if len(master) > 1:
-            raise InputError(
-                "a sharded trainer checkpoint cannot be compared with quantised weights",
-                where=pair.name,
-                fix="gather the trainer's shards first",
-            )
-        row, column = overlap.start
-        size = overlap.served.shape[0]
-        block = 128 if own[0].shape and own[0].shape[0] < size else 1
-        if row % block or (column and column % 32):
-            raise InputError(
-                f"a rank's part starts at ({row}, {column}), inside a block of scales",
-                where=pair.name,
-            )
-        name, columns = pair.trainer_name, master[0].shape[1]
-        return QuantisedRegion(
-            operand(self.trainer, name, master[0], (row, 0), (size, columns)),
-            overlap.served.rows(0, size),
-            own[0].view(),
-            column,
-            operand(self.trainer, name, master[0], (0, 0), master[0].shape),
-        )
 
 
 def _natural(name: str) -> tuple[object, ...]:

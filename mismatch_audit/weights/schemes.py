@@ -117,7 +117,7 @@ class Scheme:
         weight = weight.float()
         if self.name == "mxfp8":
             scale = e8m0_bytes(_block_amax(weight, 1, MX_BLOCK), self.scale_mode)
-            divisor = _spread(e8m0_to_float(scale), 1, MX_BLOCK, weight.shape)
+            divisor = spread(e8m0_to_float(scale), 1, MX_BLOCK, weight.shape)
             return self._e4m3(weight / divisor), scale
         if self.name == "block_fp8":
             exact = _block_amax(weight, BLOCK, BLOCK) / E4M3_MAX
@@ -130,7 +130,7 @@ class Scheme:
         stored = exact.to(scale_dtype or torch.float32)
         used = stored.float() if self.stored_scale else exact
         if self.name == "block_fp8":
-            used = _spread(used, BLOCK, BLOCK, weight.shape)
+            used = spread(used, BLOCK, BLOCK, weight.shape)
         scaled = weight / used
         if self.name == "channel_int8":
             whole = scaled.trunc() if self.truncated else scaled.round()
@@ -145,9 +145,9 @@ class Scheme:
         """The fp32 weight that the payload and its scales stand for."""
         values = payload.float() if payload.dtype == torch.int8 else e4m3_to_float(payload)
         if self.name == "mxfp8":
-            return values * _spread(e8m0_to_float(scale), 1, MX_BLOCK, values.shape)
+            return values * spread(e8m0_to_float(scale), 1, MX_BLOCK, values.shape)
         if self.name == "block_fp8":
-            return values * _spread(scale.float(), BLOCK, BLOCK, values.shape)
+            return values * spread(scale.float(), BLOCK, BLOCK, values.shape)
         return values * scale.float()
 
     def variants(self) -> list[Scheme]:
@@ -221,7 +221,7 @@ def _block_amax(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return grid.abs().amax((1, 3))
 
 
-def _spread(scale: torch.Tensor, rows: int, columns: int, shape: torch.Size) -> torch.Tensor:
+def spread(scale: torch.Tensor, rows: int, columns: int, shape: torch.Size) -> torch.Tensor:
     """Every element's own scale."""
     wide = scale.repeat_interleave(columns, 1)[:, : shape[1]]
     return wide.repeat_interleave(rows, 0)[: shape[0]] if rows > 1 else wide

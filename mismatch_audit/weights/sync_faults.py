@@ -101,7 +101,13 @@ MENU: tuple[SyncFault, ...] = (
     SyncFault(
         "unscaled_cast", "cast without a scale", "unscaled cast", side="trainer", schemes=("mxfp8",)
     ),
-    SyncFault("permuted_scales", "scales permuted", "permuted", side="trainer", schemes=_QUANTISED),
+    SyncFault(
+        "permuted_scales",
+        "scales permuted",
+        "permuted",
+        side="trainer",
+        schemes=("mxfp8", "channel_int8"),
+    ),
     SyncFault(
         "unquantised_layer",
         "engine keeps a layer unquantised",
