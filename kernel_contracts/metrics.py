@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from kernel_contracts.estimators import k3
+
 Array = npt.NDArray[np.float64]
 
 Kind = Literal["mean", "rate", "count", "ess"]
@@ -45,8 +47,7 @@ def _dlp(frame: pd.DataFrame) -> Array:
 
 
 def _k3(frame: pd.DataFrame) -> Array:
-    d = _dlp(frame)
-    return np.asarray(np.expm1(d) - d)
+    return np.asarray(k3(_dlp(frame)))
 
 
 def _flip(frame: pd.DataFrame) -> Array:

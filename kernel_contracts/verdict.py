@@ -91,16 +91,24 @@ def _judge_clause(
             if isinstance(clause, ObservabilityClause):
                 rows.append(_observability(clause, one, evidence))
                 continue
-            short = _too_few(contract, one, evidence)
-            if short:
-                rows.append(_unobserved(clause, one.name, clause.metric, short))
-            elif isinstance(clause, NumericalClause):
+            if isinstance(clause, NumericalClause):
                 rows.append(_numerical(contract, clause, one, evidence))
             else:
                 rows.append(_statistical(contract, clause, one, evidence))
     if not rows:
         rows = [_unobserved(clause, ", ".join(getattr(clause, "slices", ("all",))), "", "no slice")]
-    return [replace(m, section=section) for m in _correct(rows, alpha)]
+    judged = [replace(m, section=section) for m in _correct(rows, alpha)]
+    if isinstance(clause, RuntimeClause | ObservabilityClause):
+        return judged
+    by_name = {s.name: s for s in slices}
+    return [_withheld(m, _too_few(contract, by_name.get(m.slice), evidence)) for m in judged]
+
+
+def _withheld(row: Measurement, why: str) -> Measurement:
+    """Too little was seen for a pass; a violation that is certain all the same stands."""
+    if not why or row.verdict in ("FAIL", "UNOBSERVED"):
+        return row
+    return replace(row, verdict="UNOBSERVED", detail=why)
 
 
 def _correct(rows: list[Measurement], alpha: float) -> list[Measurement]:
@@ -132,8 +140,10 @@ def _unobserved(clause: Clause, name: str, metric: str, why: str) -> Measurement
     )  # fmt: skip
 
 
-def _too_few(contract: Contract, one: Slice, evidence: Evidence) -> str:
-    """Why an observability clause forbids a verdict on this slice, or nothing."""
+def _too_few(contract: Contract, one: Slice | None, evidence: Evidence) -> str:
+    """Why an observability clause forbids a pass on this slice, or nothing."""
+    if one is None:
+        return ""
     allowed = max((c.max_missing for c in contract.observability), default=0.0)
     if one.missing > allowed * len(evidence.tokens):
         return f"{one.missing} rows have a null in a column that decides the slice"
@@ -247,11 +257,14 @@ def _statistical(
         return _unobserved(clause, one.name, clause.metric, why)
     sums = by_prompt(values - clause.floor, frame["prompt_id"].to_numpy())
     weights = sums.count.astype(np.float64) if clause.weight == "token" else None
-    cap = float(max(evidence.max_rows, int(sums.count.max()))) if weights is not None else None
+    cap = float(evidence.max_rows * (2 if clause.path == "both" else 1))
+    if weights is not None and int(sums.count.max()) > cap:
+        why = f"a prompt has more rows than the cap of {cap:g} that was stated beforehand"
+        return _unobserved(clause, one.name, clause.metric, why)
     row = _bounded(
         clause.id, one.name, clause.metric, sums.mean, (clause.target or 0.0) - clause.floor,
         clause.upper_end - clause.floor, contract.alpha, n_tokens=len(values), weights=weights,
-        cap=cap, tail=clause.tail if clause.needs_tail else None,
+        cap=cap if weights is not None else None, tail=clause.tail if clause.needs_tail else None,
     )  # fmt: skip
     row = replace(
         row,

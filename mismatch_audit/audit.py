@@ -25,6 +25,7 @@ from mismatch_audit.prompts import (
     prompts_digest,
     spread,
 )
+from mismatch_audit.rewards import validate_checks
 from mismatch_audit.rundir import RunDirectory
 from mismatch_audit.sample_model import resolve_model
 from mismatch_audit.settings import RunSettings
@@ -86,6 +87,7 @@ def prepare(settings: RunSettings, out: Path, *, resume: bool) -> Run:
     contract = load_contract(settings.contract)
     _check_requested(contract, settings)
     prompts = spread(load_prompts(settings.prompts), settings.limit)
+    validate_checks(prompts)
     model = identity.model_files(resolve_model(settings.model))
     served = model
     if settings.engine.model is not None:
@@ -167,6 +169,7 @@ def _start(run: Run, workdir: Path, progress: Progress) -> Bench:
     from mismatch_audit.chunks import Bench
     from mismatch_audit.programs.reference import TransformersReference
     from mismatch_audit.programs.vllm_engine import VllmEngine
+    from mismatch_audit.selfcheck import self_check
 
     settings = run.settings
     progress("load", 0, 2)
@@ -189,6 +192,7 @@ def _start(run: Run, workdir: Path, progress: Progress) -> Bench:
         bench = Bench(
             reference, engine, reference.head(), _moved(head, device), rounding=_rounding(head)
         )
+        run.facts["engine"]["self_check"] = self_check(bench, run.prompts[0].token_ids)
     except BaseException:
         engine.close()
         raise

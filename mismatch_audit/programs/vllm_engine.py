@@ -292,6 +292,27 @@ class VllmEngine:
                 n_cached_tokens=result["n_cached"],
             )
 
+    def score_top(
+        self, sequence: Sequence_, top: int
+    ) -> tuple[ScoredSequence, list[list[tuple[int, float]]]]:
+        """A sequence's captured rows, and per row the engine's public top log-probs."""
+        from safetensors.torch import load_file
+
+        path = self._file()
+        request = {
+            "key": sequence.sequence_id,
+            "token_ids": list(sequence.token_ids),
+            "start": sequence.prompt_length,
+        }
+        reply = self._call("score_top", request=request, out=str(path), top=top)
+        tensors = load_file(path)
+        path.unlink()
+        hidden = self._rows(
+            path, sequence.sequence_id, tensors, sequence.prompt_length - 1, sequence.n_response
+        )
+        rows = [[(int(token), float(value)) for token, value in row] for row in reply["top"]]
+        return ScoredSequence(sequence.sequence_id, hidden), rows
+
     def new_batch(self) -> None:
         """Forget cached prefixes, so that a chunk's rows depend on the chunk alone (a resumed run
         must repeat them bit for bit)."""

@@ -159,6 +159,26 @@ class Worker:
             results.append({"logprobs": reported, "n_cached": output.num_cached_tokens or 0})
         return {"results": results}
 
+    def op_score_top(self, request: dict[str, Any], out: str, top: int) -> dict[str, Any]:
+        """One sequence through public prompt log-probs: a row is ``[[token, log-prob], ...]``."""
+        from vllm import SamplingParams
+
+        ids, start = request["token_ids"], request["start"]
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            prompt_logprobs=top,
+            skip_reading_prefix_cache=True,
+            extra_args={"audit_key": request["key"], "audit_start": start - 1},
+        )
+        output = self._run([ids], [params], out)[0]
+        rows = [
+            [[token, entry.logprob] for token, entry in output.prompt_logprobs[i].items()]
+            for i in range(start, len(ids))
+        ]
+        return {"top": rows}
+
     def op_head(self, out: str) -> dict[str, Any]:
         return {"head": self.llm.collective_rpc("audit_head", args=(out,))[0]}
 
