@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kernel_contracts.errors import InputError
 from kernel_contracts.measurement import EXIT_CODES, overall
+from mismatch_audit.reports.escape import COMMAND_MARK
 from mismatch_audit.reports.rows import (
     AuditVerdict,
     Chain,
@@ -95,7 +96,8 @@ class Record(StrictModel):
     @field_validator("started", "finished")
     @classmethod
     def _is_time(cls, text: str) -> str:
-        datetime.fromisoformat(text)
+        if datetime.fromisoformat(text).tzinfo is None:
+            raise ValueError("a time without its zone")
         return text
 
     @model_validator(mode="after")
@@ -121,7 +123,8 @@ def record_json_schema() -> dict[str, Any]:
 def record_text(record: Record) -> str:
     """The record as JSON text. Same record, same bytes."""
     document = record.model_dump(mode="json")
-    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    return text.replace(COMMAND_MARK, "#\\u0023[") + "\n"
 
 
 def save_record(record: Record, path: Path) -> None:
