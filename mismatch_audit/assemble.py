@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -19,6 +19,7 @@ from kernel_contracts.slices import Slice, resolve
 from kernel_contracts.verdict import Evidence
 from mismatch_audit import views
 from mismatch_audit.findings import find
+from mismatch_audit.prepare import Run, now
 from mismatch_audit.reports.record import (
     Chain,
     ChainRow,
@@ -38,15 +39,10 @@ from mismatch_audit.reports.record import (
 )
 from mismatch_audit.rundir import digest_of
 
-if TYPE_CHECKING:
-    from mismatch_audit.audit import Run
-
 
 def assemble(run: Run, evidence: Evidence, measurements: Sequence[Measurement]) -> Record:
     """Everything that the report says, and nothing it could not be asked to show."""
-    from mismatch_audit.audit import now
-
-    facts = run.folder.cached_json("facts")
+    facts = run.folder.finished("facts")
     tokens, sequences = run.folder.tables()
     decode = tokens[tokens["path"] == "decode"]
     verdict = overall(list(measurements))

@@ -3,139 +3,27 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kernel_contracts.contract import Contract
-from kernel_contracts.loading import contract_digest, load_contract
 from kernel_contracts.verdict import Evidence, judge
 from mismatch_audit import identity
-from mismatch_audit.programs.base import Sampling, Sequence_
-from mismatch_audit.prompts import (
-    EncodedPrompt,
-    encode_prompts,
-    load_prompts,
-    prompts_digest,
-    spread,
-)
-from mismatch_audit.rewards import validate_checks
-from mismatch_audit.rundir import RunDirectory
-from mismatch_audit.sample_model import resolve_model
+from mismatch_audit.prepare import Run, prepare, reopen
+from mismatch_audit.programs.base import Sequence_
+from mismatch_audit.prompts import EncodedPrompt
 from mismatch_audit.settings import RunSettings
 
 if TYPE_CHECKING:
     from mismatch_audit.chunks import Bench
+    from mismatch_audit.compare.heads import Head
     from mismatch_audit.reports.record import Record
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total) after every step."""
-
-
-@dataclass
-class Run:
-    """One audit under way: what it was told, where it writes, how long each stage took."""
-
-    settings: RunSettings
-    contract: Contract
-    prompts: list[EncodedPrompt]
-    tokenizer: Any
-    folder: RunDirectory
-    facts: dict[str, dict[str, Any]]
-    timings: dict[str, float] = field(default_factory=dict)
-    started: str = field(default_factory=lambda: now())
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the time of a block to a stage."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - start
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(**self.settings.sampling.model_dump())
-
-    def prefill_ids(self) -> set[str]:
-        """Prompts that are scored on the prefill path too."""
-        limit = self.settings.probes.prefill_prompts
-        chosen = self.prompts if limit is None else self.prompts[:limit]
-        return {p.id for p in chosen}
-
-
-def now() -> str:
-    """UTC time, ISO 8601, whole seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def prepare(settings: RunSettings, out: Path, *, resume: bool) -> Run:
-    """Read everything that can be wrong before any program starts.
-
-    Raises InputError for bad prompts, contract, model or folder; NotComparableError when the
-    contract was written for another pair than the settings ask for.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    contract = load_contract(settings.contract)
-    _check_requested(contract, settings)
-    prompts = spread(load_prompts(settings.prompts), settings.limit)
-    validate_checks(prompts)
-    model = identity.model_files(resolve_model(settings.model))
-    served = model
-    if settings.engine.model is not None:
-        served = identity.model_files(resolve_model(settings.engine.model))
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
-    config = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
-    text = config.get_text_config()
-    encoded = encode_prompts(
-        prompts,
-        tokenizer,
-        text.max_position_embeddings,
-        settings.sampling.max_tokens,
-        vocab_size=text.vocab_size,
-    )
-    weights = identity.weights_digest(model)
-    facts: dict[str, dict[str, Any]] = {
-        side: {
-            "model": str(folder),
-            "weights": weights if folder == model else identity.weights_digest(folder),
-            "tokenizer": identity.tokenizer_digest(tokenizer if folder == model else
-                AutoTokenizer.from_pretrained(folder)),
-        }
-        for side, folder in (("reference", model), ("engine", served))
-    }  # fmt: skip
-    facts["engine"]["unrepresentable_weights"] = identity.unrepresentable_share(
-        served, settings.engine.dtype
-    )
-    spec = {
-        "settings": settings.model_dump(mode="json"),
-        "contract": contract_digest(contract),
-        "prompts": prompts_digest(encoded),
-        "weights": {side: f["weights"] for side, f in facts.items()},
-    }
-    return Run(
-        settings, contract, encoded, tokenizer, RunDirectory(out, spec, resume=resume), facts
-    )
-
-
-def _check_requested(contract: Contract, settings: RunSettings) -> None:
-    """A contract for another engine or dtype is refused before minutes are spent on it."""
-    asked = {
-        "reference": {"dtype": settings.reference.dtype, "program": "transformers"},
-        "engine": {"dtype": settings.engine.dtype, "program": settings.engine.program},
-    }
-    for side, facts in asked.items():
-        promised = getattr(contract.pair, side)
-        known = {name: value for name, value in promised.items() if name in facts}
-        identity.check_facts(side, known, facts, settings.contract)
 
 
 def execute(run: Run, progress: Progress) -> Evidence:
@@ -190,7 +78,11 @@ def _start(run: Run, workdir: Path, progress: Progress) -> Bench:
         head = engine.head()
         device = reference.head().weight.device
         bench = Bench(
-            reference, engine, reference.head(), _moved(head, device), rounding=_rounding(head)
+            reference,
+            engine,
+            reference.head(),
+            replace(head, weight=head.weight.to(device)),
+            rounding=_rounding(head),
         )
         run.facts["engine"]["self_check"] = self_check(bench, run.prompts[0].token_ids)
     except BaseException:
@@ -199,13 +91,7 @@ def _start(run: Run, workdir: Path, progress: Progress) -> Bench:
     return bench
 
 
-def _moved(head: Any, device: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(head, weight=head.weight.to(device))
-
-
-def _rounding(head: Any) -> float:
+def _rounding(head: Head) -> float:
     """Nats that two roundings of one logit can differ by: 2 ulp at a logit of 64."""
     import torch
 
@@ -218,10 +104,14 @@ def _check_identities(run: Run, reference: dict[str, Any], engine: dict[str, Any
     run.facts["engine"].update(engine)
     run.facts["engine"]["requested"] = dict(run.settings.engine.args)
     run.facts["engine"]["sampling"] = run.settings.sampling.model_dump()
+    _check_pair(run, run.facts)
+
+
+def _check_pair(run: Run, facts: dict[str, dict[str, Any]]) -> None:
     where, pair = run.settings.contract, run.contract.pair
-    identity.check_same(list(pair.same), run.facts["reference"], run.facts["engine"], where)
+    identity.check_same(list(pair.same), facts["reference"], facts["engine"], where)
     for side in ("reference", "engine"):
-        identity.check_facts(side, dict(getattr(pair, side)), run.facts[side], where)
+        identity.check_facts(side, dict(getattr(pair, side)), facts[side], where)
 
 
 def _run_chunk(run: Run, bench: Bench, index: int, prompts: list[EncodedPrompt]) -> None:
@@ -240,6 +130,8 @@ def _probe(run: Run, bench: Bench, progress: Progress) -> None:
         Sequence_(row["sequence_id"], tuple(map(int, row["token_ids"])), int(row["prompt_length"]))
         for row in run.folder.tables()[1].to_dict("records")
     ]
+    # The shortest first: a probe asks about execution, not about text, and should cost little.
+    sequences.sort(key=lambda s: (len(s.token_ids), s.sequence_id))
     jobs: tuple[tuple[str, int, Callable[[list[Sequence_]], Any]], ...] = (
         ("repeat", asked.repeat_prompts, lambda some: repeat_probe(bench, some)),
         ("lone", asked.lone_prompts, lambda some: lone_probe(bench, some, asked.lone_tokens)),
@@ -264,7 +156,7 @@ def _evidence(run: Run) -> Evidence:
     from mismatch_audit.probes import path_rows
 
     tokens, _ = run.folder.tables()
-    repeat, lone = run.folder.cached_json("repeat"), run.folder.cached_json("lone")
+    repeat, lone = run.folder.finished("repeat"), run.folder.finished("lone")
     rows = [*repeat["rows"], *lone["rows"], *path_rows(tokens)]
     floors = repeat.get("floors", {})
     noise = {
@@ -282,15 +174,30 @@ def _evidence(run: Run) -> Evidence:
 
 def run_audit(settings: RunSettings, out: Path, *, resume: bool, progress: Progress) -> Record:
     """The whole job: prepare, run both programs, judge, write the report."""
+    run = prepare(settings, out, resume=resume)
+    return _conclude(run, execute(run, progress), out, progress)
+
+
+def judge_again(folder: Path, contract: Path, out: Path, *, progress: Progress) -> Record:
+    """Judge a finished run's tables under another contract; the report goes to ``out``.
+
+    Raises InputError when the run is not finished, NotComparableError when the contract binds
+    another pair.
+    """
+    run = reopen(folder, str(contract))
+    _check_pair(run, run.folder.finished("facts"))
+    out.mkdir(parents=True, exist_ok=True)
+    return _conclude(run, _evidence(run), out, progress)
+
+
+def _conclude(run: Run, evidence: Evidence, out: Path, progress: Progress) -> Record:
     from mismatch_audit.assemble import assemble, write_report
 
-    run = prepare(settings, out, resume=resume)
-    evidence = execute(run, progress)
     progress("verdicts", 0, 1)
     with run.timed("verdicts"):
         measurements = judge(run.contract, evidence)
         record = assemble(run, evidence, measurements)
-    shutil.copyfile(settings.contract, out / "contract.yaml")
+    shutil.copyfile(run.settings.contract, out / "contract.yaml")
     write_report(record, out)
     progress("verdicts", 1, 1)
     return record

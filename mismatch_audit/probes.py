@@ -90,27 +90,32 @@ def _targets(sequences: Sequence[Sequence_]) -> torch.Tensor:
 
 
 def repeat_probe(bench: Bench, sequences: Sequence[Sequence_]) -> dict[str, Any]:
-    """The engine scores the sequences twice, then in reverse order; the reference once more under
-    half the micro-batch. Returns ``{"rows": [...], "floors": {"engine": ..., "reference": ...}}``.
+    """The engine scores the sequences, then again in reverse order; the reference once more under
+    a quarter of the micro-batch. Returns ``{"rows": [...], "floors": {"engine", "reference"}}``.
+
+    Where the reversed pass is bit-equal, it is the repetition too; else a third pass in the first
+    order tells order and repetition apart.
     """
     engine, reference = bench.engine, bench.reference
     targets, ids = _targets(sequences), _ids(sequences)
-    passes = [
-        {s.sequence_id: s.hidden for s in engine.score(order)}
-        for order in (sequences, sequences, list(reversed(sequences)))
-    ]
-    first = _stack(passes[0], sequences)
-    again = self_comparison(bench, "engine", first, _stack(passes[1], sequences), targets)
-    order = self_comparison(bench, "engine", first, _stack(passes[2], sequences), targets)
+
+    def scored(order: Sequence[Sequence_]) -> torch.Tensor:
+        return _stack({s.sequence_id: s.hidden for s in engine.score(order)}, sequences)
+
+    first, reverse = scored(sequences), scored(list(reversed(sequences)))
+    order = self_comparison(bench, "engine", first, reverse, targets)
+    again = order
+    if bool((first != reverse).any()):
+        again = self_comparison(bench, "engine", first, scored(sequences), targets)
     budget = reference.settings.token_budget
-    one = {s.sequence_id: s.hidden for s in reference.score(sequences)}
-    two = {
-        s.sequence_id: s.hidden
-        for s in reference.score(sequences, token_budget=max(1, budget // 4))
-    }
-    own = self_comparison(
-        bench, "reference", _stack(one, sequences), _stack(two, sequences), targets
+    one, two = (
+        _stack(
+            {s.sequence_id: s.hidden for s in reference.score(sequences, token_budget=tokens)},
+            sequences,
+        )
+        for tokens in (budget, max(1, budget // 4))
     )
+    own = self_comparison(bench, "reference", one, two, targets)
     return {
         "rows": _per_prompt("repetition", again, ids) + _per_prompt("order", order, ids),
         "floors": {"engine": floors_of(again), "reference": floors_of(own)},

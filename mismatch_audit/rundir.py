@@ -37,7 +37,7 @@ class RunDirectory:
         state = path / STATE
         digest = digest_of(spec)
         if state.exists():
-            known = _read_json(state)
+            known = read_json(state)
             if known.get("digest") != digest:
                 changed = _changed(known.get("spec", {}), spec)
                 raise InputError(
@@ -87,13 +87,24 @@ class RunDirectory:
     def cached_json(self, name: str) -> Any:
         """A small finished result (``probes/<name>.json``), or None."""
         path = self.path / "probes" / f"{name}.json"
-        return _read_json(path) if path.exists() else None
+        return read_json(path) if path.exists() else None
+
+    def finished(self, name: str) -> Any:
+        """A small result that must be there. Raises InputError when the run is not finished."""
+        value = self.cached_json(name)
+        if value is None:
+            raise InputError(
+                "the run is not finished",
+                where=str(self.path),
+                fix="repeat its command with --resume",
+            )
+        return value
 
     def cache_json(self, name: str, value: Any) -> Any:
         """Keep a small result; returns it as it will be read back."""
         path = self.path / "probes" / f"{name}.json"
         write_json(value, path)
-        return _read_json(path)
+        return read_json(path)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -102,6 +113,12 @@ class RunDirectory:
         base = shm if shm.is_dir() and shutil.disk_usage(shm).free > 2 << 30 else self.path
         with tempfile.TemporaryDirectory(prefix="mismatch-audit-", dir=base) as folder:
             yield Path(folder)
+
+
+def remove_run(path: Path) -> None:
+    """Remove a run of ours; a folder that holds none is left alone."""
+    if (path / STATE).exists():
+        shutil.rmtree(path)
 
 
 def write_json(value: Any, path: Path) -> None:
@@ -119,7 +136,8 @@ def write_json(value: Any, path: Path) -> None:
         ) from error
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """JSON of a file. Raises InputError when it is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

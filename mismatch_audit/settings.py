@@ -60,12 +60,12 @@ class ProbeSettings(_Strict):
     """Cheap questions that the runtime clauses ask. Zero prompts switches a probe off."""
 
     lone_prompts: int = Field(24, ge=0)
-    """Prompts decoded again alone, teacher-forced, for batch invariance."""
+    """Prompts (the shortest) decoded again alone, teacher-forced, for batch invariance."""
     lone_tokens: int = Field(16, ge=1)
     prefill_prompts: int | None = Field(None, ge=0)
     """Prompts whose tokens are scored on the prefill path too; null is all of them."""
     repeat_prompts: int = Field(24, ge=0)
-    """Sequences scored again by both programs: repetition, order, noise floors."""
+    """Sequences (the shortest) scored again by both programs: repetition, order, noise floors."""
 
 
 class RunSettings(_Strict):

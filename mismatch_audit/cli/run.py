@@ -40,6 +40,9 @@ def run(
         typer.Option(help="Fault to put into the engine, to test a contract: stale_weights=0.02."),
     ] = None,
     resume: Annotated[bool, typer.Option(help="Finish a run that was stopped.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option(help="Remove an earlier run of ours in the folder first.")
+    ] = False,
     exit_zero: Annotated[bool, typer.Option(help="Exit 0 whatever the verdict.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option(help="Let the model's repository run its own code.")
@@ -47,6 +50,7 @@ def run(
 ) -> None:
     """Run identical prompts through the reference and the engine; judge each slice."""
     from kernel_contracts.errors import InputError
+    from mismatch_audit.rundir import remove_run
     from mismatch_audit.settings import load_settings, parse_settings
 
     overrides: dict[str, Any] = {
@@ -77,7 +81,11 @@ def run(
                 holder = holder.setdefault(parent, {})
             holder[key] = {**holder.get(key, {}), **value} if isinstance(value, dict) else value
     resolved = parse_settings(document, where)
+    if overwrite and resume:
+        raise InputError("--overwrite and --resume exclude each other")
     target = out or Path("runs") / (settings.stem if settings else "audit")
+    if overwrite:
+        remove_run(target)
     raise typer.Exit(_execute(resolved, target, resume=resume, exit_zero=exit_zero))
 
 
@@ -99,11 +107,11 @@ def _pairs(option: str, items: list[str] | None) -> dict[str, Any] | None:
 
 
 def _execute(settings: Any, out: Path, *, resume: bool, exit_zero: bool) -> int:
-    from mismatch_audit.reports.terminal import render_terminal
     from rich.console import Console
 
     from mismatch_audit.audit import run_audit
     from mismatch_audit.cli.progress import progress_display
+    from mismatch_audit.reports.terminal import render_terminal
 
     console = Console()
     with progress_display(Console(stderr=True)) as progress:
