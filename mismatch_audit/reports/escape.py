@@ -6,12 +6,15 @@ names come from files. Every projection passes such text through one of these fu
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 _JOINERS = "\u200c\u200d"  # needed by Indic scripts and emoji; harmless
-_MARKDOWN = frozenset("\\`*_{}[]()+-.!~$")
-_ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;", "|": "&#124;", ":": "&#58;"}
+_MARKDOWN = frozenset("\\`*_[]~$")
+_ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;", "|": "&#124;"}
 _APART = {"@": "@\u200b", "#": "\\#\u200b"}
+_LINK = re.compile(r"(?i)(?:(?<=://)|(?<=www\.))")
+_BLOCK = re.compile(r"^(\s*)([-+=]|\d+(?=[.)]))")
 
 
 def visible(text: str) -> str:
@@ -51,15 +54,17 @@ def shortened(text: str, width: int, *, tail: bool = False) -> str:
 
 
 def markdown(text: str) -> str:
-    """Visible text with every Markdown and HTML character escaped, safe in a table's cell.
+    """Visible text with Markdown's and HTML's characters escaped, safe in a table's cell and as the
+    start of a line.
 
     A backslash before the character, as CommonMark has it; entities for what tables and HTML read
-    all the same. Hosts look for @names and #numbers after rendering, when no escape is left: a
-    zero-width space keeps those apart.
+    all the same. Hosts look for links, @names and #numbers after rendering, when no escape is
+    left: a zero-width space keeps those apart.
     """
+    shown = _BLOCK.sub("\\1\u200b\\2", _LINK.sub("\u200b", visible(text)))
     return "".join(
         _ENTITIES.get(char) or _APART.get(char) or (f"\\{char}" if char in _MARKDOWN else char)
-        for char in visible(text)
+        for char in shown
     )
 
 

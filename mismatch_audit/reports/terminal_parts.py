@@ -33,7 +33,7 @@ def banner(page: Page, record: Record) -> None:
     """Verdict, contract, model, size of the run."""
     verdict = record.verdict
     word = f" {SYMBOLS[verdict]} {WORDS[verdict]} "
-    line = Text(word, style=f"{STYLES[verdict]} reverse")
+    line = Text().append(word, style=f"{STYLES[verdict]} reverse")
     model = _model(record)
     line.append(f"  {visible(record.contract.name)}", style="bold")
     line.append(f"  on {visible(model)}" if model else "")
@@ -129,12 +129,12 @@ def worst_list(page: Page, record: Record) -> None:
 
 
 def _worst(page: Page, token: WorstToken) -> None:
-    head = Text(f"  {visible(token.prompt_id)}", style="bold")
+    head = Text("  ").append(visible(token.prompt_id), style="bold")
     where = [f"position {token.position}", token.path]
     if token.domain and not token.prompt_id.startswith(token.domain):
         where.insert(0, token.domain)
-    head.append(f"  {visible(', '.join(where))}", style="not bold")
-    head.append(f"   KL {number(token.kl)}   margin {number(token.margin)}", style="not bold")
+    head.append(f"  {visible(', '.join(where))}")
+    head.append(f"   KL {number(token.kl)}   margin {number(token.margin)}")
     if token.flip:
         head.append("   flip", style="bold yellow")
     page.line(head)
