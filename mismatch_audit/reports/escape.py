@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable
 
 _JOINERS = "\u200c\u200d"  # needed by Indic scripts and emoji; harmless
 _MARKDOWN = frozenset("\\`*_[]~$")
@@ -54,18 +55,22 @@ def shortened(text: str, width: int, *, tail: bool = False) -> str:
 
 
 def markdown(text: str) -> str:
-    """Visible text with Markdown's and HTML's characters escaped, safe in a table's cell and as the
-    start of a line.
+    """Visible text with Markdown's and HTML's characters escaped, safe within a line or a cell.
 
     A backslash before the character, as CommonMark has it; entities for what tables and HTML read
     all the same. Hosts look for links, @names and #numbers after rendering, when no escape is
     left: a zero-width space keeps those apart.
     """
-    shown = _BLOCK.sub("\\1\u200b\\2", _LINK.sub("\u200b", visible(text)))
+    shown = _LINK.sub("\u200b", visible(text))
     return "".join(
         _ENTITIES.get(char) or _APART.get(char) or (f"\\{char}" if char in _MARKDOWN else char)
         for char in shown
     )
+
+
+def markdown_line(text: str) -> str:
+    """As ``markdown``, for text that starts a line: no list and no underline begins there."""
+    return _BLOCK.sub("\\1\u200b\\2", markdown(text))
 
 
 def csv_cell(text: str) -> str:
@@ -100,6 +105,6 @@ def workflow_property(text: str) -> str:
     return workflow_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def xml_text(text: str) -> str:
-    """Text that XML 1.0 can hold; the writer escapes the markup characters. Newlines stay."""
-    return "\n".join(visible(line) for line in text.split("\n"))
+def log_lines(parts: Iterable[str]) -> str:
+    """Parts as lines, each made visible and harmless in a log: none begins another line."""
+    return "\n".join(harmless_line(visible(part)) for part in parts)

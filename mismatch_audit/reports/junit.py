@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from xml.etree import ElementTree as ET
 
 from mismatch_audit.reports.advice import against_limit, summary
-from mismatch_audit.reports.escape import COMMAND_MARK, xml_text
+from mismatch_audit.reports.escape import COMMAND_MARK, log_lines, visible
 from mismatch_audit.reports.notation import clause_title, interval, limit, number, quantity
 from mismatch_audit.reports.record import Record
 from mismatch_audit.reports.rows import MeasurementRow
@@ -35,12 +35,12 @@ def render_junit(record: Record) -> str:
     suite = ET.SubElement(
         root,
         "testsuite",
-        {"name": xml_text(record.contract.name), **totals, "timestamp": started,
+        {"name": visible(record.contract.name), **totals, "timestamp": started,
          "hostname": "localhost"},
     )  # fmt: skip
     properties = ET.SubElement(suite, "properties")
     for name, value in _properties(record).items():
-        ET.SubElement(properties, "property", {"name": name, "value": xml_text(value)})
+        ET.SubElement(properties, "property", {"name": name, "value": visible(value)})
     suite.extend(cases)
     ET.indent(root, " ")
     body = ET.tostring(root, encoding="unicode").replace(COMMAND_MARK, "#&#35;[")
@@ -74,20 +74,18 @@ def _case(record: Record, row: MeasurementRow) -> ET.Element:
     case = ET.Element(
         "testcase",
         {
-            "classname": xml_text(f"{record.contract.name}.{row.section}"),
-            "name": xml_text(f"{row.clause} on {row.slice}"),
+            "classname": visible(f"{record.contract.name}.{row.section}"),
+            "name": visible(f"{row.clause} on {row.slice}"),
             "time": "0",
         },
     )
     if row.verdict != "PASS":
         tag = "failure" if row.verdict == "FAIL" else "error"
         message = against_limit(row) + (f"; {row.detail}" if row.detail else "")
-        found = ET.SubElement(
-            case, tag, {"type": row.verdict, "message": xml_text(message.replace("\n", " "))}
-        )
-        found.text = xml_text(_numbers(row))
+        found = ET.SubElement(case, tag, {"type": row.verdict, "message": visible(message)})
+        found.text = _numbers(row)
     else:
-        ET.SubElement(case, "system-out").text = xml_text(_numbers(row))
+        ET.SubElement(case, "system-out").text = _numbers(row)
     return case
 
 
@@ -102,17 +100,16 @@ def _numbers(row: MeasurementRow) -> str:
     ]
     if row.warn:
         lines.append("above the warning level")
-    return "\n".join([*lines, *([row.detail] if row.detail else [])])
+    return log_lines([*lines, *([row.detail] if row.detail else [])])
 
 
 def _whole(record: Record) -> ET.Element:
     """The audit's own verdict, where no clause carries it."""
     case = ET.Element(
         "testcase",
-        {"classname": xml_text(record.contract.name), "name": "audit", "time": "0"},
+        {"classname": visible(record.contract.name), "name": "audit", "time": "0"},
     )
     tag = "failure" if record.verdict == "FAIL" else "error"
-    text = "\n".join([summary(record), *(f"{f.code}: {f.title}" for f in record.findings)])
-    found = ET.SubElement(case, tag, {"type": record.verdict, "message": xml_text(summary(record))})
-    found.text = xml_text(text)
+    found = ET.SubElement(case, tag, {"type": record.verdict, "message": visible(summary(record))})
+    found.text = log_lines([summary(record), *(f"{f.code}: {f.title}" for f in record.findings)])
     return case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mismatch_audit.reports.advice import SYMBOLS, WORDS, next_steps, summary
-from mismatch_audit.reports.escape import markdown, quoted, shortened, visible
+from mismatch_audit.reports.escape import markdown, markdown_line, quoted, shortened, visible
 from mismatch_audit.reports.grouping import clause_groups
 from mismatch_audit.reports.identity_table import identity_rows
 from mismatch_audit.reports.notation import (
@@ -49,6 +49,10 @@ def _text(text: str, width: int = _CELL) -> str:
     return markdown(shortened(visible(text), width))
 
 
+def _line(text: str, width: int = _CELL) -> str:
+    return markdown_line(shortened(visible(text), width))
+
+
 def _table(head: Sequence[str], right: Sequence[int], rows: Iterable[Sequence[str]]) -> str:
     rule = ["--:" if i in right else "---" for i in range(len(head))]
     lines = [head, rule, *rows]
@@ -59,7 +63,7 @@ def _next(record: Record) -> list[str]:
     steps = next_steps(record)
     if not steps:
         return []
-    return ["\n".join(f"{i}. {_text(step, 400)}" for i, step in enumerate(steps, 1))]
+    return ["\n".join(f"{i}. {_line(step, 400)}" for i, step in enumerate(steps, 1))]
 
 
 def _verdicts(record: Record) -> list[str]:
@@ -104,7 +108,7 @@ def _findings(record: Record) -> list[str]:
             f"- **{_text(finding.code)}** ({finding.severity}{', ' if place else ''}{place}): "
             f"{_text(finding.title)}. {_text(finding.remedy, 400)}"
         )
-        lines += [f"  - {_text(fact(row))}" for row in finding.evidence[:2]]
+        lines += [f"  - {_line(fact(row))}" for row in finding.evidence[:2]]
     if len(record.findings) > _FINDINGS:
         lines.append(f"- {len(record.findings) - _FINDINGS} more in report.html")
     return ["#### Findings", "\n".join(lines)]
