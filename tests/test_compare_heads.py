@@ -11,7 +11,7 @@ from mismatch_audit.compare import Head
 from mismatch_audit.compare.rounded_matmul import RoundedMatmul, applies, round_rows
 
 
-def operands(rows=24, vocab=9000, width=96, seed=0):
+def operands(rows=40, vocab=9000, width=96, seed=0):
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(vocab, width, generator=g).bfloat16()
     return weight, torch.randn(rows, width, generator=g).bfloat16()
@@ -26,7 +26,7 @@ def test_a_head_does_what_its_program_does(dtype, bias):
     head = Head(weight.to(dtype), shift, scale=0.5, softcap=20.0)
     rows = hidden.to(dtype)
     want = torch.tanh(torch.nn.functional.linear(rows, head.weight, shift) / 20.0) * 20.0 * 0.5
-    out = torch.empty(24, 1000, dtype=dtype)
+    out = torch.empty(40, 1000, dtype=dtype)
     assert torch.equal(head.logits(rows), want)
     assert torch.equal(head.logits(rows, out=out), want)
     assert torch.equal(out, want)

@@ -27,7 +27,7 @@ from mismatch_audit.compare.numba_support import compiled, one_thread, share_out
 
 _SLICE_BYTES = 16 << 20  # of widened weights at a time: they stay in the last cache for the matmul
 _ROWS = 128  # rows at a time
-_FEW = 16  # rows below which widening the weights costs more than it saves
+_FEW = 32  # rows below which widening the weights costs more than it saves
 _SHARE = 16  # more than V / 16 logits of a row on the boundary: the row goes to ``linear`` whole
 _BLOCK = 512
 _EXPONENT = np.uint32(0x7F800000)  # all ones in inf and NaN

@@ -42,9 +42,9 @@ COLUMNS = (
 
 NUCLEUS = 1e-6
 MAX_BYTES = 512 << 20
-ROWS_PER_CHUNK = {"cpu": 64, "cuda": 4096}
-"""Rows at a time. On a CPU the logits of a chunk then stay in the last cache between the head and
-the comparison, and the matmul is at its full speed (benchmarks/compare.py --rows)."""
+ROWS_PER_CHUNK = {"cpu": 128, "cuda": 4096}
+"""Rows at a time at most. On a CPU matmuls are at their full speed from 64 (fp32) and 128 (bf16) on
+(benchmarks/compare.py), and a small chunk stays in the last cache until it is compared."""
 
 
 @dataclass(frozen=True)
