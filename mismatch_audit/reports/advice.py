@@ -10,6 +10,7 @@ from mismatch_audit.reports.notation import (
     count,
     limit,
     metric_title,
+    number,
     plural,
     quantity,
 )
@@ -234,4 +235,4 @@ def horizon_note(horizon: float | None) -> str:
     """Up to which response length a bound says something."""
     if horizon is None:
         return ""
-    return plural(int(horizon), "token")
+    return plural(int(horizon), "token") if horizon < 1e6 else f"{number(horizon)} tokens"

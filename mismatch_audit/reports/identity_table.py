@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_audit.reports.notation import NOTHING, fact, percent
-from mismatch_audit.reports.rows import Identities
+from mismatch_audit.reports.rows import Facts, Identities
 
 COMPARABLE = ("model", "weights", "tokenizer", "vocab_size", "dtype", "head_dtype")
 """Facts in which two programs of one policy would be alike: a difference is marked."""
@@ -49,6 +49,9 @@ _TITLES = {
 }
 
 
+_USUAL = {"batch_invariant": ("0", "False"), "tensor_parallel": ("1",)}
+
+
 @dataclass(frozen=True)
 class IdentityRow:
     """One fact of both sides, as text. differs: alike is expected and is not the case."""
@@ -64,9 +67,10 @@ def identity_rows(identities: Identities) -> list[IdentityRow]:
     reference, engine = identities.reference, identities.engine
     rows = []
     for name in SHOWN:
-        if _empty(reference.get(name)) and _empty(engine.get(name)):
+        if _empty(reference.get(name)) and _dull(name, engine):
             continue
-        differs = name in COMPARABLE and name in reference and reference[name] != engine.get(name)
+        known = not _empty(reference.get(name)) and not _empty(engine.get(name))
+        differs = name in COMPARABLE and known and reference[name] != engine[name]
         rows.append(
             IdentityRow(
                 _TITLES.get(name, name),
@@ -95,6 +99,15 @@ def all_rows(identities: Identities) -> list[IdentityRow]:
 
 def _empty(value: Any) -> bool:
     return value is None or value == {} or value == []
+
+
+def _dull(name: str, engine: Facts) -> bool:
+    """True where the engine's fact is what every engine has."""
+    value = engine.get(name)
+    if _empty(value) or str(value) in _USUAL.get(name, ()):
+        return True
+    held = engine.get("kv_cache_dtype") if name == "cache_dtype" else None
+    return isinstance(held, list) and set(map(str, held)) == {str(value)}
 
 
 def _shown(name: str, value: Any) -> str:

@@ -27,7 +27,7 @@ METRIC_TITLES: dict[str, str] = {
     "nonfinite": "non-finite logits",
     "ess_ratio": "effective sample share",
     "tail_mass": "mass outside the nucleus",
-    "kl": "KL",
+    "kl": "KL, engine against itself",
     "missing": "missing evidence",
 }
 
@@ -43,10 +43,7 @@ def number(value: float | None) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    if size < 0.00995:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    if size >= 1e7:
+    if size < 0.00995 or size >= 1e6:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa}e{int(exponent)}"
     if size >= 999.5:
@@ -131,6 +128,16 @@ def limit(row: MeasurementRow, *, sign: bool = True) -> str:
         mantissa, exponent = f"{value:.3e}".split("e")
         text = f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{side}{text}{' %' if is_share(row) else ''}"
+
+
+def times(value: float | None) -> str:
+    """``3.7x``, ``1.2e4x``."""
+    if value is None:
+        return NOTHING
+    if value < 999.5:
+        return f"{value:.3g}x"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}x"
 
 
 def count(value: int) -> str:

@@ -18,6 +18,7 @@ from mismatch_audit.reports.notation import (
     probability,
     quantity,
     short_digest,
+    times,
     when,
 )
 from mismatch_audit.reports.record import REPORT_NAME, Record
@@ -163,7 +164,7 @@ def chain_table(page: Page, record: Record) -> None:
     more = f"; {others} more slices in report.html" if others else ""
     page.line(Text(f"  slice {visible(name)}{more}", style="dim"))
     columns = [
-        Column("", 34 if page.width >= 96 else 24),
+        Column("", 36 if page.width >= 96 else 24),
         Column("measured", 8, right=True),
         Column("upper", 8, right=True),
         Column("bound", 8, right=True),
@@ -185,11 +186,10 @@ def _route(page: Page, columns: list[Column], chain: Chain) -> None:
             note.append("VACUOUS", style="yellow")
         horizon = horizon_note(link.useful_horizon)
         note.append(f" ({horizon})" if link.vacuous and horizon else horizon)
-        slack = number(link.slack) + "x" if link.slack is not None else "–"
         page.row(
             columns,
             [f"    {visible(link.quantity)}", number(link.measured), number(link.upper),
-             number(link.bound), slack, note],
+             number(link.bound), times(link.slack), note],
         )  # fmt: skip
 
 
