@@ -79,6 +79,7 @@ def test_predicted_flip_rate_against_a_simulation():
     assert abs(rate - predicted) < 4 * np.sqrt(rate / margins.size)
     assert predicted == pytest.approx(spread / 3 / np.sqrt(2 * np.pi), rel=0.05)
     assert (margins <= 4 * spread).mean() > 5 * rate
+    assert b.flip_rate_predicted([0.06, 0.0], 0.06) == pytest.approx((0.158655 + 0.5) / 2)
 
 
 def _split_failures(thresholds, corrected, *, audits=1500, n=2000):

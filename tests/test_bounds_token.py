@@ -265,6 +265,9 @@ def test_identities():
     z_p, z_q = two_blocks(1.0, 0.3)
     assert drift(z_p / 0.5, z_q / 0.5) == pytest.approx(b.drift_at_temperature(1.0, 0.5))
     assert b.hockey_stick_from_drift(0.7, 1.0) == pytest.approx(b.tv_from_drift(0.7))
+    q, p = np.log([0.2, 0.8]), np.log([0.3, 0.7])
+    assert b.binary_kl(0.2, 0.3) == pytest.approx(dv.kl_divergence(q, p))
+    assert b.ess_from_chi2(0.25) == 0.8  # (E w)^2 / E w^2
 
 
 def test_ends_of_the_domain():

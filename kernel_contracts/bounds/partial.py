@@ -49,8 +49,9 @@ def kl_from_nucleus(
     return np.asarray(binary_kl(q, p) + (1 - q) * inside + q * outside)
 
 
-def binary_kl(q: Array, p: Array) -> Array:
-    """KL between two coins, q against p, nats."""
+def binary_kl(q: npt.ArrayLike, p: npt.ArrayLike) -> Array:
+    """KL(q||p) of two coins with those chances of heads, nats. Infinite for p = 0 < q."""
+    q, p = share(q, "q"), share(p, "p")
     with np.errstate(divide="ignore", invalid="ignore"):
         one = np.where(q == 0, p, q * np.log(q / p) - q + p)
         other = np.where(q == 1, 1 - p, (1 - q) * np.log1p((p - q) / (1 - p)) + q - p)
