@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from markupsafe import Markup
@@ -36,22 +37,23 @@ def limit_scale(rows: Sequence[MeasurementRow]) -> Scale:
 
 def _ratio(row: MeasurementRow, value: float | None) -> float | None:
     """A value as a multiple of its limit; None where that means nothing. Ratios are best at 1:
-    there it is the distance from 1 that counts."""
+    there it is the distance from 1, on the limit's side, that counts."""
     if value is None or row.limit is None:
         return None
     best = 1.0 if row.unit == "x" or row.metric == "ess_ratio" else 0.0
-    room = abs(row.limit - best)
-    return abs(value - best) / room if room > 0 else None
+    room = row.limit - best
+    return max(0.0, (value - best) / room) if room != 0 else None
 
 
 def limit_axis(scale: Scale) -> Markup:
     """The axis over the strips: powers of ten, the limit at 1."""
     parts = []
     for tick in scale.ticks():
-        text = "limit" if tick == 1 else f"{tick:g}×"  # noqa: RUF001 - a times sign is meant
+        text = "limit" if tick == 1 else f"{tick:g}×"
         kind = "axis strong" if tick == 1 else "axis"
         end = {0.0: "start", 1.0: "end"}.get(scale.at(tick), "middle")
-        parts.append(tag("text", text, x=across(scale.at(tick)), y=12, class_=kind, text_anchor=end))
+        at = across(scale.at(tick))
+        parts.append(tag("text", text, x=at, y=12, class_=kind, text_anchor=end))
     return chart("Axis: multiples of the limit", "Left of the limit keeps it.", 16, parts)
 
 
@@ -160,7 +162,7 @@ def _binned(
             mark.append(tag("line", x1=x, x2=x, y1=float(base), y2=y, class_="stem"))
         mark.append(tag("circle", cx=x, cy=y, r=4, class_="ink"))
         over = _down(scale, point.upper) if point.upper is not None else y
-        mark.append(tag("text", point.label, x=x, y=max(9.0, over - 8), class_="label"))
+        mark.append(tag("text", point.label, x=x, y=over - 8, class_="label"))
         parts.append(tag("g", join(mark)))
     edges = [bins[0].lo, *(b.hi for b in bins)]
     for i, edge in enumerate(edges):
@@ -190,7 +192,7 @@ def kl_by_position(bins: Sequence[PositionBin]) -> Markup:
             for b in kept
             if (v := getattr(b, name)) is not None
         ]
-        for (x1, y1, _), (x2, y2, _) in zip(track, track[1:], strict=False):
+        for (x1, y1, _), (x2, y2, _) in pairwise(track):
             parts.append(
                 tag("line", x1=across(x1), y1=y1, x2=across(x2), y2=y2, class_=f"track {kind}")
             )
@@ -198,11 +200,9 @@ def kl_by_position(bins: Sequence[PositionBin]) -> Markup:
             told = tag("title", f"positions {b.lo:g} to {b.hi:g}: {number(getattr(b, name))}")
             parts.append(tag("circle", told, cx=across(x), cy=y, r=2.5, class_=kind))
         if track:
-            x, y, _ = track[-1]
-            text = "mean" if name == "mean" else "95th percentile"
-            parts.append(
-                tag("text", text, x=across(x), y=y - 9, class_=f"label end {kind}")
-            )  # fmt: skip
+            x, y = track[-1][0], min(at for _, at, _ in track[-6:])
+            label = "mean" if name == "mean" else "95th percentile"
+            parts.append(tag("text", label, x=across(x), y=y - 9, class_=f"label end {kind}"))
     for tick in along.ticks():
         at = across(along.at(tick))
         parts.append(tag("text", f"{tick:g}", x=at, y=HEIGHT + 16, class_="axis mid"))
@@ -219,17 +219,16 @@ def logprob_scatter(points: Scatter) -> Markup:
     both = Scale(math.floor(low), 0.0)
     parts = []
     for tick in both.ticks():
-        at = both.at(tick)
-        y = HEIGHT * (1 - at)
+        share = both.at(tick)
+        y = HEIGHT * (1 - share)
         parts.append(tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid"))
-        text = f"{tick:g}".replace("-", "−")  # noqa: RUF001 - a minus sign is meant
+        text = f"{tick:g}".replace("-", "−")
         parts.append(tag("text", text, x=-7, y=y + 4, class_="axis end"))
-        parts.append(tag("text", text, x=across(at), y=HEIGHT + 16, class_="axis mid"))
+        parts.append(tag("text", text, x=across(share), y=HEIGHT + 16, class_="axis mid"))
     parts.append(tag("line", x1="0", y1=HEIGHT, x2="100%", y2=0, class_="diagonal"))
     for x, y in zip(points.reference, points.engine, strict=True):
-        parts.append(
-            tag("circle", cx=across(both.at(x)), cy=HEIGHT * (1 - both.at(y)), r=1.7, class_="cloud")
-        )
+        at = across(both.at(x))
+        parts.append(tag("circle", cx=at, cy=HEIGHT * (1 - both.at(y)), r=1.7, class_="cloud"))
     parts.append(_caption("log-prob of the reference; upwards: of the engine, nats"))
     told = f"{count(len(points.reference))} tokens; on the diagonal both sides agree."
     return chart("Log-probs of the same tokens on both sides", told, HEIGHT + 38, parts)

@@ -38,7 +38,7 @@ def render_html(record: Record) -> str:
     folded = any(group.folded for group in groups)
     return _template().render(
         r=record,
-        css=Markup(_stylesheet()),  # noqa: S704 - our own file
+        css=Markup(_stylesheet()),
         symbols=SYMBOLS,
         words=WORDS,
         model=next((row.engine for row in programs if row.name == "model"), ""),
@@ -80,7 +80,7 @@ def _template() -> Template:
         "count": notation.count,
         "digest": notation.short_digest,
         "fact": notation.fact,
-        "horizon": horizon_note,
+        "horizon": _horizon,
         "interval": notation.interval,
         "limit": notation.limit,
         "metric_title": notation.metric_title,
@@ -108,6 +108,10 @@ def _level(record: Record) -> str:
     return f"{100 * (1 - alpha):g} % bounds" if isinstance(alpha, float) else "bounds"
 
 
+def _horizon(tokens: float | None) -> str:
+    return "not one token" if tokens is not None and tokens < 1 else horizon_note(tokens)
+
+
 def _whole(value: Any) -> Any:
     """A digest in groups of sixteen: whole, to compare, and it wraps."""
     if not isinstance(value, str) or len(value) < 32:
@@ -129,8 +133,15 @@ def _gradient(rows: list[Facts]) -> dict[str, Any] | None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {
         "names": names,
-        "rows": [[notation.fact(row.get(name)) for name in names] for row in rows],
+        "rows": [[_cell(row.get(name)) for name in names] for row in rows],
     }
+
+
+def _cell(value: Any) -> str:
+    """Four digits where three would turn a cosine of 0.9996 into 1."""
+    if isinstance(value, float) and 0.01 <= abs(value) < 1:
+        return f"{value:.4g}"
+    return notation.fact(value)
 
 
 def _probes(rows: list[ProbeRow]) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ def tag(name: str, body: Markup | str = "", **attributes: str | float) -> Markup
         for key, value in attributes.items()
     )
     inner = body if isinstance(body, Markup) else escape(visible(body))
-    return Markup(f"<{name}{given}>{inner}</{name}>")  # noqa: S704 - escaped above
+    return Markup(f"<{name}{given}>{inner}</{name}>")
 
 
 def _short(value: str | float) -> str:
@@ -68,8 +68,7 @@ class Scale:
         """Four to seven round numbers, or every power of ten."""
         if self.log:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            step = max(1, (last - first) // 5)
-            return [10.0**e for e in range(first, last + 1, step)]
+            return [10.0**e for e in range(first, last + 1, max(1, (last - first) // 5))]
         step = _round_step((self.high - self.low) / 5)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
@@ -88,8 +87,8 @@ def scale_of(values: Sequence[float], *, may_log: bool = True) -> Scale:
         return Scale(0.0, 1.0)
     low, high = min(positive), max(positive)
     if may_log and high > 50 * low:
-        return Scale(10.0 ** math.floor(math.log10(low)), high * 1.3, log=True)
-    return Scale(0.0, high * 1.12)
+        return Scale(10.0 ** math.floor(math.log10(low)), high * 2, log=True)
+    return Scale(0.0, high * 1.15)
 
 
 def tick_text(value: float) -> str:
