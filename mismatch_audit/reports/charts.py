@@ -204,8 +204,8 @@ def kl_by_position(bins: Sequence[PositionBin]) -> Markup:
             label = "mean" if name == "mean" else "95th percentile"
             parts.append(tag("text", label, x=across(x), y=y - 9, class_=f"label end {kind}"))
     for tick in along.ticks():
-        at = across(along.at(tick))
-        parts.append(tag("text", f"{tick:g}", x=at, y=HEIGHT + 16, class_="axis mid"))
+        place = across(along.at(tick))
+        parts.append(tag("text", f"{tick:g}", x=place, y=HEIGHT + 16, class_="axis mid"))
     parts.append(_caption("position in the response, tokens"))
     told = "; ".join(f"{b.lo:g} to {b.hi:g}: {number(b.mean)}" for b in kept)
     return chart("KL by position", f"Mean, nats. {told}", HEIGHT + 38, parts)
