@@ -197,8 +197,8 @@ def kl_by_position(bins: Sequence[PositionBin]) -> Markup:
                 tag("line", x1=across(x1), y1=y1, x2=across(x2), y2=y2, class_=f"track {kind}")
             )
         for x, y, b in track:
-            told = tag("title", f"positions {b.lo:g} to {b.hi:g}: {number(getattr(b, name))}")
-            parts.append(tag("circle", told, cx=across(x), cy=y, r=2.5, class_=kind))
+            named = tag("title", f"positions {b.lo:g} to {b.hi:g}: {number(getattr(b, name))}")
+            parts.append(tag("circle", named, cx=across(x), cy=y, r=2.5, class_=kind))
         if track:
             x, y = track[-1][0], min(at for _, at, _ in track[-6:])
             label = "mean" if name == "mean" else "95th percentile"
