@@ -494,7 +494,7 @@ def test_sample_prompts_do_not_repeat_themselves() -> None:
         if prompt.metadata["domain"] == "long_context":
             lines = (prompt.prompt or "").replace("\n", ". ").split(". ")
             sentences.update(line.strip() for line in lines if len(line.strip()) > 25)
-    assert len(sentences) > 350
+    assert len(sentences) > 320
     assert [sentence for sentence, n in sentences.items() if n > 1] == []
 
 
@@ -516,5 +516,9 @@ def test_sample_prompts_under_the_sample_tokenizer() -> None:
         assert result.token_ids[0] == tokenizer.bos_token_id
         for message in messages:
             assert message["content"] in tokenizer.decode(result.token_ids)
-        long = prompt.metadata["domain"] == "long_context"
-        assert (330 if long else 30) <= result.n_prompt_tokens <= (520 if long else 110)
+        least, most = 30, 110
+        if prompt.metadata["domain"] == "long_context":
+            # The first 17 are of middle length, so that a short run on a slow CPU stays short.
+            middle = int(prompt.id.rpartition("-")[2]) <= 17
+            least, most = (110, 170) if middle else (330, 520)
+        assert least <= result.n_prompt_tokens <= most, prompt.id
