@@ -14,12 +14,11 @@ from mismatch_audit.weights.diagnose import (
     Verdict,
     explain,
     fingerprint,
-    shard_of,
-    touched_region,
 )
 from mismatch_audit.weights.findings import Fault, TensorReport
 from mismatch_audit.weights.layout import split_layer
 from mismatch_audit.weights.rearrange import matches, transposed
+from mismatch_audit.weights.shards import may_be_shard, shard_of, touched_region
 from mismatch_audit.weights.sides import HEAD, Overlap, Pair, Side, operand
 from mismatch_audit.weights.tally import Operand, Plain, Tally
 
@@ -142,6 +141,8 @@ class Explainer:
 
     def one_shard(self, report: TensorReport, overlap: Overlap, tally: Tally) -> None:
         """An unsharded served tensor whose stale part is one equal part of its rows or columns."""
+        if not may_be_shard(overlap, tally):
+            return
         region = touched_region(overlap, tally)
         for axis, size in zip(("rows", "columns"), overlap.served.shape, strict=True):
             if axis in region and (shard := shard_of(*region[axis], size)) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ from mismatch_audit.weights.rearrange import (
 )
 from mismatch_audit.weights.rounding import (
     WRONG_ROUNDINGS,
+    Rounding,
     away_from_zero,
     nearest,
     pattern,
     toward_zero,
 )
+from mismatch_audit.weights.shards import window
 from mismatch_audit.weights.sides import Overlap
-from mismatch_audit.weights.tally import Operand, Tally, blocks, tally_rows
+from mismatch_audit.weights.tally import Operand, Tally, tally_rows
 
 # Residual of a fit s = c e that rounding to 8 significant bits leaves: 2^-9 / sqrt(3) rms, with
 # room for a rounded c. A stale tensor leaves 0.02 and more.
@@ -57,94 +60,108 @@ class Alternatives:
 Verdict = tuple[Fault, dict[str, Any]]
 
 
-def _window(overlap: Overlap, tally: Tally) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first touched block: master (as stored) and served."""
-    begin, end = tally.touched[0]
-    return overlap.trainer.rows(begin, end), overlap.served.rows(begin, end)
+@dataclass
+class _Case:
+    """One differing region under examination."""
+
+    overlap: Overlap
+    tally: Tally
+    other: Alternatives
+
+    @cached_property
+    def window(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ten thousands of elements from the first differing row on: master (as stored), served."""
+        return window(self.overlap, self.tally)
+
+    def cast_by(self, rounding: Rounding) -> bool:
+        """Whether another rounding of the master explains every bit."""
+        rows = (0, self.overlap.served.shape[0])
+        whole = tally_rows(self.overlap.trainer, self.overlap.served, rows, rounding, True)
+        return whole.differing == 0
 
 
 def explain(overlap: Overlap, tally: Tally, alternatives: Alternatives) -> Verdict:
     """The likeliest fault of a region that differs, and its evidence."""
+    case = _Case(overlap, tally, alternatives)
     for check in (_nonfinite, _zeroed, _known_versions, _misplaced, _rearranged, _rounded, _scaled):
-        if (verdict := check(overlap, tally, alternatives)) is not None:
+        if (verdict := check(case)) is not None:
             return verdict
     return _leftover(overlap, tally)
 
 
-def _nonfinite(overlap: Overlap, tally: Tally, _: Alternatives) -> Verdict | None:
-    if tally.nonfinite_served <= tally.nonfinite_expected:
+def _nonfinite(case: _Case) -> Verdict | None:
+    if case.tally.nonfinite_served <= case.tally.nonfinite_expected:
         return None
-    served = _window(overlap, tally)[1]
+    served = case.window[1]
     bits = pattern(served)
     filled = float((bits == -1).float().mean())
-    evidence = {"nonfinite": tally.nonfinite_served, "of": tally.elements}
+    evidence = {"nonfinite": case.tally.nonfinite_served, "of": case.tally.elements}
     if filled > 0:
         return Fault.UNWRITTEN, {**evidence, "all_ones_share": filled}
     return Fault.NONFINITE, evidence
 
 
-def _zeroed(overlap: Overlap, tally: Tally, _: Alternatives) -> Verdict | None:
-    if not tally.expected_square:
+def _zeroed(case: _Case) -> Verdict | None:
+    if not case.tally.expected_square:
         return None
-    served = _window(overlap, tally)[1]
-    if tally.served_square == 0 or not bool(pattern(served).any()):
-        rows = sum(end - begin for begin, end in tally.touched)
-        return Fault.ZEROED, {"rows": rows, "expected_norm": math.sqrt(tally.expected_square)}
+    served = case.window[1]
+    if case.tally.served_square == 0 or not bool(pattern(served).any()):
+        rows = sum(end - begin for begin, end in case.tally.touched)
+        return Fault.ZEROED, {"rows": rows, "expected_norm": math.sqrt(case.tally.expected_square)}
     return None
 
 
-def _known_versions(overlap: Overlap, _: Tally, other: Alternatives) -> Verdict | None:
-    if matches(other.previous, overlap.served):
+def _known_versions(case: _Case) -> Verdict | None:
+    if matches(case.other.previous, case.overlap.served):
         return Fault.STALE, {"equals": "the previous version, bit for bit"}
-    if matches(other.base, overlap.served):
+    if matches(case.other.base, case.overlap.served):
         return Fault.ADAPTER_OFF, {"equals": "the base without its adapter, bit for bit"}
     return None
 
 
-def _misplaced(overlap: Overlap, _: Tally, other: Alternatives) -> Verdict | None:
-    for name, sibling in other.siblings.items():
-        if matches(sibling(), overlap.served):
+def _misplaced(case: _Case) -> Verdict | None:
+    for name, sibling in case.other.siblings.items():
+        if matches(sibling(), case.overlap.served):
             return Fault.SWAPPED, {"holds": name}
-    found = other.lookup(overlap.served)
+    found = case.other.lookup(case.overlap.served)
     if found is not None:
         return Fault.SWAPPED, {"holds": found}
     return None
 
 
-def _rearranged(overlap: Overlap, tally: Tally, other: Alternatives) -> Verdict | None:
-    served, master = overlap.served, overlap.trainer
+def _rearranged(case: _Case) -> Verdict | None:
+    served, master = case.overlap.served, case.overlap.trainer
     rows, columns = served.shape
-    if matches(other.transpose, served):
+    if matches(case.other.transpose, served):
         return Fault.TRANSPOSED, {"equals": "the transpose of the master, bit for bit"}
     for axis, size in (("rows", rows), ("columns", columns)):
         if size > 1 and size % 2 == 0 and matches(rolled(master, axis), served):
             return Fault.HALVES, {"halves_of": axis}
-    if other.rotary_heads and rows % (2 * other.rotary_heads) == 0:
-        order = rotary_order(rows, other.rotary_heads)
+    if case.other.rotary_heads and rows % (2 * case.other.rotary_heads) == 0:
+        order = rotary_order(rows, case.other.rotary_heads)
         for pairs, way in (("interleaved", order), ("split", torch.argsort(order))):
             if matches(Reordered(master, way), served):
-                return Fault.ROTARY, {"served_pairs": pairs, "heads": other.rotary_heads}
-    moved = permutation(overlap, tally)
+                return Fault.ROTARY, {"served_pairs": pairs, "heads": case.other.rotary_heads}
+    moved = permutation(case.overlap, case.tally)
     if moved is not None:
-        return Fault.PERMUTED, {"order_of": moved, "elements": tally.differing}
+        return Fault.PERMUTED, {"order_of": moved, "elements": case.tally.differing}
     return None
 
 
-def _rounded(overlap: Overlap, tally: Tally, _: Alternatives) -> Verdict | None:
+def _rounded(case: _Case) -> Verdict | None:
     """Every element within one step of its master: a rounding, or a tiny missing update."""
-    dtype = overlap.served.dtype
-    if tally.max_ulp > 1 and dtype != torch.float8_e4m3fn:
-        return _double_rounded(overlap)
-    if not dtype.is_floating_point or dtype in (torch.float32, overlap.trainer.dtype):
+    dtype = case.overlap.served.dtype
+    if not dtype.is_floating_point:
+        return None
+    if case.tally.max_ulp > 1 and dtype != torch.float8_e4m3fn:
+        return _double_rounded(case)
+    if dtype in (torch.float32, case.overlap.trainer.dtype):
         return None
     for name, rounding in WRONG_ROUNDINGS.items():
-        whole = tally_rows(
-            overlap.trainer, overlap.served, (0, overlap.served.shape[0]), rounding, True
-        )
-        if whole.differing == 0:
-            return Fault.ROUNDING, {"rounding": name, "differing_share": _share(tally)}
-    master, served = _window(overlap, tally)
-    return _bracketed(master.float(), served, tally)
+        if case.cast_by(rounding):
+            return Fault.ROUNDING, {"rounding": name, "differing_share": _share(case.tally)}
+    master, served = case.window
+    return _bracketed(master.float(), served, case.tally)
 
 
 def _bracketed(master: torch.Tensor, served: torch.Tensor, tally: Tally) -> Verdict | None:
@@ -181,17 +198,10 @@ def place_of(master: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tor
     return torch.where(low == high, torch.zeros_like(master), (master - low) / (high - low))
 
 
-def _double_rounded(overlap: Overlap) -> Verdict | None:
-    for name in ("via_fp16", "via_bf16"):
-        if overlap.served.dtype.is_floating_point and overlap.trainer.dtype == torch.float32:
-            whole = tally_rows(
-                overlap.trainer,
-                overlap.served,
-                (0, overlap.served.shape[0]),
-                WRONG_ROUNDINGS[name],
-                True,
-            )
-            if whole.differing == 0:
+def _double_rounded(case: _Case) -> Verdict | None:
+    if case.overlap.trainer.dtype == torch.float32:
+        for name in ("via_fp16", "via_bf16"):
+            if case.cast_by(WRONG_ROUNDINGS[name]):
                 return Fault.ROUNDING, {"rounding": name}
     return None
 
@@ -200,15 +210,15 @@ def _share(tally: Tally) -> float:
     return tally.differing / tally.elements if tally.elements else 0.0
 
 
-def _scaled(overlap: Overlap, tally: Tally, _: Alternatives) -> Verdict | None:
-    if not tally.expected_square or not tally.served_square or tally.tallied < 2:
+def _scaled(case: _Case) -> Verdict | None:
+    if not case.tally.expected_square or not case.tally.served_square or case.tally.tallied < 2:
         return None
-    scale = tally.scale
-    left = max(0.0, tally.served_square - tally.product**2 / tally.expected_square)
-    residual = math.sqrt(left / tally.served_square)
+    scale = case.tally.scale
+    left = max(0.0, case.tally.served_square - case.tally.product**2 / case.tally.expected_square)
+    residual = math.sqrt(left / case.tally.served_square)
     if residual <= _FIT_RESIDUAL and abs(scale - 1) > _SCALE_MARGIN:
         return Fault.SCALED, {"factor": scale, "residual": residual}
-    master, served = _window(overlap, tally)
+    master, served = case.window
     e, s = master.double(), served.double()
     if e.shape[1] < 2:
         return None
@@ -230,43 +240,6 @@ def _leftover(overlap: Overlap, tally: Tally) -> Verdict:
     if tally.cosine >= 0.5 or not overlap.served.dtype.is_floating_point:
         return Fault.STALE, {"by": "correlation with the master", **evidence}
     return Fault.UNRELATED, evidence
-
-
-def touched_region(overlap: Overlap, tally: Tally) -> dict[str, tuple[int, int]]:
-    """The smallest row and column ranges that hold every difference."""
-    first, last = overlap.served.shape[0], -1
-    columns: torch.Tensor | None = None
-    for begin, end in tally.touched:
-        for low, high in blocks((begin, end), overlap.served.shape[1]):
-            served = overlap.served.rows(low, high)
-            expected = nearest(overlap.trainer.rows(low, high), served.dtype)
-            unequal = pattern(expected) != pattern(served)
-            hit = torch.nonzero(unequal.any(1)).flatten()
-            if len(hit):
-                first, last = min(first, low + int(hit[0])), max(last, low + int(hit[-1]))
-            here = unequal.any(0)
-            columns = here if columns is None else columns | here
-    touched = torch.nonzero(columns).flatten() if columns is not None else torch.empty(0)
-    if last < 0 or not len(touched):
-        return {}
-    return {
-        "rows": (first, last + 1),
-        "columns": (int(touched[0]), int(touched[-1]) + 1),
-    }
-
-
-def shard_of(begin: int, end: int, size: int) -> tuple[int, int] | None:
-    """(rank, ranks) when [begin, end) lies in one equal part of size, with 2, 4, 8 or 16 parts.
-
-    The region must reach close to both ends of the part: a tiny region is no shard.
-    """
-    for ranks in (2, 4, 8, 16):
-        part = size / ranks
-        rank = int(begin // part)
-        inside = rank * part <= begin and end <= (rank + 1) * part
-        if inside and end - begin >= 0.9 * part and size % ranks == 0:
-            return rank, ranks
-    return None
 
 
 def fingerprint(master: Operand, dtype: torch.dtype) -> bytes:

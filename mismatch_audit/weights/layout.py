@@ -152,6 +152,7 @@ class _Builder:
         self.geometry, self.family = geometry, geometry.family
         self.ranks = len(checkpoint.ranks)
         self.conv1d = self.ranks == 1 and self._stores_inputs_first(checkpoint)
+        self.turned_experts = self._turned_experts(checkpoint)
 
     def _stores_inputs_first(self, checkpoint: Checkpoint) -> bool:
         """transformers' Conv1D keeps [in, out]; c_attn and c_fc are wider than they are tall."""
@@ -160,6 +161,25 @@ class _Builder:
                 return stored.info.shape[1] > stored.info.shape[0]
         return False
 
+    def _turned_experts(self, checkpoint: Checkpoint) -> bool:
+        """Whether expert stacks are [in, out] (Llama 4, GPT-OSS style): told by where the hidden
+        size is, in any stack whose two sizes differ."""
+        hidden = self.geometry.hidden
+        for name, stored in checkpoint.ranks[0].items():
+            shape = stored.info.shape
+            if len(shape) != 3 or shape[1] == shape[2] or hidden not in shape[1:]:
+                continue
+            rest = self._rest(name)[1]
+            for stack in self.family.experts:
+                if _STACK_TAILS.get(rest.removeprefix(stack.leaf)) == "weight":
+                    inputs = shape[1] if len(stack.parts) == 1 else shape[2]
+                    return inputs != hidden
+        return False
+
+    def _rest(self, name: str) -> tuple[str, str]:
+        prefix, rest = split_layer(canonical_root(name, self.family), self.family)
+        return prefix, _renamed(rest, self.family)
+
     def build(self) -> Layout:
         for rank, names in enumerate(self.layout.checkpoint.ranks):
             for name, stored in names.items():
@@ -167,8 +187,7 @@ class _Builder:
         return self.layout
 
     def _place(self, name: str, piece: Piece) -> None:
-        prefix, rest = split_layer(canonical_root(name, self.family), self.family)
-        rest = _renamed(rest, self.family)
+        prefix, rest = self._rest(name)
         if prefix and rest in self.family.ignored:
             self.layout.dropped.append(name)
             return
@@ -189,14 +208,10 @@ class _Builder:
     def _place_experts(self, prefix: str, stack: Experts, kind: str, piece: Piece) -> None:
         if not piece.shape:
             raise InputError("an expert stack cannot be a scalar", where=piece.stored.where)
-        hidden = self.geometry.hidden
         for expert in range(piece.shape[0]):
             slab = piece.item(expert)
-            if kind == "weight" and len(slab.shape) == 2 and hidden:
-                # [in, out] stacks (Llama 4, GPT-OSS style) are told by where the hidden size is
-                inputs = slab.shape[0] if len(stack.parts) == 1 else slab.shape[1]
-                if inputs != hidden and hidden in slab.shape:
-                    slab = slab.transposed()
+            if kind == "weight" and len(slab.shape) == 2 and self.turned_experts:
+                slab = slab.transposed()
             sizes = [slab.shape[0] // len(stack.parts)] * len(stack.parts) if slab.shape else []
             for part, own in self._cut(slab, stack.parts, sizes):
                 self._add(prefix, f"{stack.into}.{expert}.{part}", kind, own)

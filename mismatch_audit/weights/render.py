@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mismatch_audit.weights.findings import WeightReport
 
@@ -21,10 +22,10 @@ def show_report(report: WeightReport, every: bool) -> None:
         for r in rows[:_ROWS]:
             share = f"{r.differing / r.elements:.3%}" if r.elements else "-"
             table.add_row(
-                r.name,
+                Text(r.name),
                 r.fault.value,
-                f"{r.trainer_dtype or '-'} {list(r.trainer_shape or ())}",
-                f"{r.served_dtype or '-'} {list(r.served_shape or ())}",
+                Text(f"{r.trainer_dtype or '-'} {list(r.trainer_shape or ())}"),
+                Text(f"{r.served_dtype or '-'} {list(r.served_shape or ())}"),
                 share,
                 "-" if r.max_ulp is None else str(r.max_ulp),
                 "-" if r.relative_error is None else f"{r.relative_error:.3g}",
@@ -84,7 +85,7 @@ def show_visibility(document: dict[str, Any], tensors: bool) -> None:
         listing = Table("tensor", "moved", "visible", "predicted", "gain", "median lag")
         for name, item in document["tensors"].items():
             listing.add_row(
-                name,
+                Text(name),
                 f"{item['moved_share']:.2%}",
                 f"{item['visible_share']:.3%}",
                 f"{item['predicted_visible_share']:.3%}",

@@ -94,10 +94,10 @@ def _entry(name: str, value: Any, data_bytes: int, where: str) -> TensorInfo:
     if extra := set(value) - {"dtype", "shape", "data_offsets"}:
         raise bad(f"unknown header keys {sorted(extra)}")
     code, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if code in PACKED:
-        raise bad(f"dtype {code} packs several elements in a byte and is not supported")
     if not isinstance(code, str) or code not in FORMATS:
-        raise bad(f"unknown dtype {code!r}")
+        packed = isinstance(code, str) and code in PACKED
+        why = "packs several elements in a byte, which" if packed else "is unknown:"
+        raise bad(f"dtype {str(code)[:40]!r} {why} no reader of ours supports")
     if not _sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise bad(f"shape {str(shape)[:80]} is not a short list of sizes")
     if not _sizes(offsets) or len(offsets) != 2:
