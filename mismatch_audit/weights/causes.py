@@ -128,7 +128,8 @@ class Explainer:
         report.evidence.update(evidence)
         if len(regions) > 1:
             report.ranks = sorted({item[0].served_rank for item in severe})
-        if report.name == HEAD and fault in (Fault.STALE, Fault.UNRELATED) and self._head_alone():
+        other_head = fault in (Fault.STALE, Fault.UNRELATED, Fault.SWAPPED)
+        if report.name == HEAD and other_head and self._head_alone():
             report.fault = Fault.UNTIED
             return
         if fault != Fault.STALE:

@@ -172,8 +172,8 @@ class _Builder:
             rest = self._rest(name)[1]
             for stack in self.family.experts:
                 if _STACK_TAILS.get(rest.removeprefix(stack.leaf)) == "weight":
-                    inputs = shape[1] if len(stack.parts) == 1 else shape[2]
-                    return inputs != hidden
+                    expected = shape[1] if len(stack.parts) == 1 else shape[2]
+                    return expected != hidden
         return False
 
     def _rest(self, name: str) -> tuple[str, str]:

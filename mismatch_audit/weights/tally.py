@@ -138,9 +138,9 @@ def _count_nonfinite(values: torch.Tensor) -> int:
 
 
 def _squares(e: torch.Tensor, s: torch.Tensor, tally: Tally) -> None:
-    """Adds the sums of a block. s is overwritten with s - e."""
-    s -= e
-    own, cross, error = _dot(e, e), _dot(e, s), _dot(s, s)
+    """Adds the sums of a block."""
+    d = s - e
+    own, cross, error = _dot(e, e), _dot(e, d), _dot(d, d)
     tally.expected_square += own
     tally.error_square += error
     tally.product += own + cross
@@ -155,7 +155,6 @@ def _statistics(expected: torch.Tensor, served: torch.Tensor, tally: Tally) -> N
     if not math.isfinite(probe.error_square):
         # Slow and rare: leave non-finite elements out of the sums, count them, and take the
         # sums in float64, where squares of float32 values cannot overflow.
-        s = served.float().reshape(-1)
         bad_e, bad_s = ~torch.isfinite(e), ~torch.isfinite(s)
         tally.nonfinite_expected += int(bad_e.sum())
         tally.nonfinite_served += int(bad_s.sum())
