@@ -79,11 +79,18 @@ def engine_args(settings: EngineSettings, *, cuda: bool) -> dict[str, Any]:
 class VllmEngine:
     """Real vLLM. Raises InputError when it is not installed, EngineError when it fails.
 
-    workdir: where hidden states pass through; log_path: the engine's own output.
+    workdir: where hidden states pass through; log_path: the engine's own output; command: the
+    process that answers the line protocol.
     """
 
     def __init__(
-        self, model_path: str, settings: EngineSettings, *, workdir: Path, log_path: Path
+        self,
+        model_path: str,
+        settings: EngineSettings,
+        *,
+        workdir: Path,
+        log_path: Path,
+        command: Sequence[str] = (sys.executable, "-m", "mismatch_audit.programs.vllm_worker"),
     ) -> None:
         usable, reason = vllm_available()
         if not usable:
@@ -98,7 +105,7 @@ class VllmEngine:
         cuda = torch.cuda.is_available()
         self._log = log_path.open("ab")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mismatch_audit.programs.vllm_worker"],
+            list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -312,6 +319,12 @@ class VllmEngine:
         )
         rows = [[(int(token), float(value)) for token, value in row] for row in reply["top"]]
         return ScoredSequence(sequence.sequence_id, hidden), rows
+
+    def plain(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+        """Generate without any audit (benchmarks/overhead.py); tokens made."""
+        requests = [{"prompt": list(ids), "seed": i} for i, ids in enumerate(prompts)]
+        options = {"max_tokens": max_tokens, "temperature": 1.0}
+        return int(self._call("plain", requests=requests, sampling=options)["tokens"])
 
     def new_batch(self) -> None:
         """Forget cached prefixes, so that a chunk's rows depend on the chunk alone (a resumed run

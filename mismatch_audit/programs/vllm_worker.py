@@ -179,6 +179,19 @@ class Worker:
         ]
         return {"top": rows}
 
+    def op_plain(self, requests: list[dict[str, Any]], sampling: dict[str, Any]) -> dict[str, Any]:
+        """The same requests with no audit at all: no tags, no log-probs. For benchmarks."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(**dict(sampling, seed=r["seed"]), detokenize=False, ignore_eos=True,
+                           skip_reading_prefix_cache=True)
+            for r in requests
+        ]  # fmt: skip
+        prompts = [{"prompt_token_ids": r["prompt"]} for r in requests]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return {"tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}
+
     def op_head(self, out: str) -> dict[str, Any]:
         return {"head": self.llm.collective_rpc("audit_head", args=(out,))[0]}
 
