@@ -21,6 +21,7 @@ from kernel_contracts.errors import InputError, NotComparableError
 from mismatch_audit.compare import (
     COLUMNS,
     Head,
+    capabilities,
     compare_hidden,
     compare_logits,
     log_probs_of,
@@ -278,13 +279,29 @@ def test_the_routes_give_the_same_comparison(dtype, monkeypatch):
 
     assert choose_route(z_p.device, z_p.dtype, z_q.dtype).name == "numba"
     fast = compare_logits(z_p, z_q, ids)
-    monkeypatch.setattr("mismatch_audit.compare.rows._installed", lambda module: False)
+    monkeypatch.setattr("mismatch_audit.compare.rows.loads", lambda module: False)
     assert choose_route(z_p.device, z_p.dtype, z_q.dtype).name == "torch"
     slow = compare_logits(z_p, z_q, ids)
     sliced = torch_rows.compare(cut(z_p), cut(z_q), ids, eta=1e-6)
     for name in COLUMNS:
         torch.testing.assert_close(fast[name], slow[name], rtol=1e-6, atol=3e-7, msg=name)
         torch.testing.assert_close(sliced[name], slow[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_numba_that_does_not_load_is_said(monkeypatch):
+    """It refuses, for one, a numpy that is too new: the audit goes on, and says why it is slow."""
+
+    def refuse(name):
+        raise ImportError("numba needs an older numpy")
+
+    monkeypatch.setattr("importlib.import_module", refuse)
+    capabilities.loads.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="needs an older numpy"):
+            assert not capabilities.loads("numba")
+    finally:
+        capabilities.loads.cache_clear()
+    assert not capabilities.loads("a_module_that_does_not_exist")
 
 
 def test_threads_do_not_change_a_bit():

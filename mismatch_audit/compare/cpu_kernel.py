@@ -7,7 +7,9 @@ this file.
 
 Accuracy. c = log sum e^{z_p} - log sum e^{z_q} carries fp32 error (1e-7), which would swamp a tiny
 drift; but E_q[e^x] = 1 holds exactly for the true x = log p - log q, so its residual u, measured in
-pass 3 relative to the drift itself, corrects every sum (``_finish``).
+pass 3 relative to the drift itself, corrects every sum (``_finish``). Measured against float64 at
+V = 49,152: KL, chi2 and the variance to 4e-7 relative from KL = 0.5 down to 1e-15; TV to 1e-8
+absolute. chi2 loses x / 2^24 of itself at log-ratio x.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ BLOCK = 512
 WIDEST = 80.0
 """Largest log-ratio that the fp32 lanes carry (e^80 = 5e34); a row beyond goes to float64."""
 
-RESULTS = 16
+RESULTS = 15
 (
     KL_QP, KL_PQ, TV, CHI2, DRIFT, TAIL, VAR, ENTROPY, TOP_P, MARGIN_P, TARGET_P,
-    TOP_Q, MARGIN_Q, TARGET_Q, SPARE, STATUS,
+    TOP_Q, MARGIN_Q, TARGET_Q, STATUS,
 ) = range(RESULTS)  # fmt: skip
 OK, NONFINITE, TOO_WIDE = 0.0, 1.0, 2.0
 

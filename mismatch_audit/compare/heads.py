@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernel_contracts.errors import InputError
+from mismatch_audit.compare.capabilities import loads
 
 if TYPE_CHECKING:
     from mismatch_audit.compare.rounded_matmul import RoundedMatmul
@@ -59,7 +59,7 @@ class Head:
     @cached_property
     def _rounded(self) -> RoundedMatmul | None:
         """A faster route to the same bits, where torch has none for this head."""
-        if importlib.util.find_spec("numba") is None:
+        if not loads("numba"):
             return None
         from mismatch_audit.compare import rounded_matmul
 

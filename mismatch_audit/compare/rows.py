@@ -7,15 +7,14 @@ the machine can do: numba on a CPU, Triton on CUDA, plain torch in float64 for a
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from kernel_contracts.errors import InputError, NotComparableError
 from mismatch_audit.compare import torch_rows
+from mismatch_audit.compare.capabilities import loads
 from mismatch_audit.compare.heads import Head
 
 COLUMNS = (
@@ -154,12 +153,12 @@ def log_probs_of(
 
 def choose_route(device: torch.device, *dtypes: torch.dtype) -> Route:
     """The fastest route for logits of these dtypes on this device."""
-    if device.type == "cpu" and _installed("numba"):
+    if device.type == "cpu" and loads("numba"):
         from mismatch_audit.compare import cpu
 
         if all(map(cpu.supports, dtypes)):
             return Route("numba", cpu.compare, cpu.log_probs)
-    if device.type == "cuda" and _installed("triton"):
+    if device.type == "cuda" and loads("triton"):
         from mismatch_audit.compare import triton_kernel
 
         if all(map(triton_kernel.supports, dtypes)):
@@ -170,11 +169,6 @@ def choose_route(device: torch.device, *dtypes: torch.dtype) -> Route:
         torch_rows.log_probs_whole,
         bytes_per_logit=torch_rows.BYTES_PER_LOGIT,
     )
-
-
-@cache
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _rows_that_fit(route: Route, heads: tuple[Head, ...], max_bytes: int) -> int:
