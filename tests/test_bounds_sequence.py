@@ -153,6 +153,8 @@ def test_surrogate_numbers_of_a_long_response():
     assert b.surrogate_classical_kl(t, delta) == pytest.approx(1677 / 2, rel=1e-3)
     assert b.surrogate_coupling(t, eps) == pytest.approx(113.8 / 2, rel=1e-3)
     assert b.surrogate_pinsker_marginal(t, delta) == pytest.approx(35.0 / 2, rel=0.01)
+    marginal_tv = b.surrogate_pinsker_marginal_tv(t, 5e-3, delta)
+    assert marginal_tv == pytest.approx(4 / 3 * t**1.5 * 5e-3 * eps, rel=1e-3)
     assert b.surrogate_mixed_kl(t, delta, 0.01) == pytest.approx(8.2 / 2, rel=0.01)
     assert b.surrogate_mixed_tv(t, 5e-3, 0.05) == pytest.approx(4.1 / 2, rel=0.01)
     assert b.surrogate_coupling(t, eps, 3.0) == pytest.approx(3 * b.surrogate_coupling(t, eps))
