@@ -7,11 +7,15 @@ messages. Everything that vLLM prints goes to stderr, which the auditor keeps as
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import traceback
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -208,8 +212,15 @@ class Worker:
         return {"changed": changed}
 
 
+def _die_with_parent() -> None:
+    """A killed auditor must not leave an engine behind that holds the device (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def serve() -> int:
     """Answer operations until stdin closes."""
+    _die_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever vLLM prints must not break the protocol
     worker = Worker()
