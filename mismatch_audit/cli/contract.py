@@ -1,4 +1,4 @@
-"""``audit contract``: lint, show, diff and schema of contract files.
+"""``audit contract``: lint, show, diff, schema, derive, infer and selftest of contract files.
 
 Heavy imports are inside the commands, so that ``audit --help`` stays quick.
 """
@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mismatch_audit.cli.contract_derive import derive, infer
+from mismatch_audit.cli.contract_selftest import selftest
+
 if TYPE_CHECKING:
     from kernel_contracts.contract import Contract
     from kernel_contracts.contract_diff import Change
     from kernel_contracts.loading import Problem
 
 contract_app = typer.Typer(
-    name="contract", help="Check, show and compare contract files.", no_args_is_help=True
+    name="contract",
+    help="Check, show, compare, derive and self-test contract files.",
+    no_args_is_help=True,
 )
+contract_app.command()(derive)
+contract_app.command()(infer)
+contract_app.command()(selftest)
 
 ContractFile = Annotated[Path, typer.Argument(help="Contract file (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]

@@ -1,0 +1,1 @@
+"""Faults put into the reference's own model, to see whether a contract notices them."""
