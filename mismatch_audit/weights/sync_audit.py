@@ -13,6 +13,7 @@ from mismatch_audit.weights.findings import WeightReport
 from mismatch_audit.weights.layout import layout_of
 from mismatch_audit.weights.memory import memory_side
 from mismatch_audit.weights.probes import movement_coefficient, probe_rows
+from mismatch_audit.weights.rounding import nearest
 from mismatch_audit.weights.schemes import Scheme
 from mismatch_audit.weights.simulated_engine import SimulatedEngine
 from mismatch_audit.weights.simulated_model import (
@@ -32,6 +33,7 @@ from mismatch_audit.weights.simulated_model import (
     updated,
 )
 from mismatch_audit.weights.simulated_push import Push, export_push
+from mismatch_audit.weights.simulated_storage import EMBEDDING
 from mismatch_audit.weights.sync_causes import name_cause
 from mismatch_audit.weights.sync_checks import CheckResult, RolloutStep
 
@@ -100,8 +102,10 @@ def audit_push(
     engine.receive(Push(push.tensors, push.version + 1, push.quantised))
     add(checks.zero_change_push(fresh, engine.log_probs(PROMPT, use_cache=False)))
     add(_canary(engine, push))
-    later = updated(master, 0.01, seed=77)
-    noticed = read_back(engine, later).exit_code != 0
+    unsent = nearest(
+        updated({EMBEDDING: master[EMBEDDING]}, 0.01, seed=77)[EMBEDDING], torch.bfloat16
+    )
+    noticed = not torch.equal(engine.read_back()[EMBEDDING], unsent)
     add(checks.withheld_push(noticed, "the read-back"))
     audit.cause = name_cause(audit.results, audit.read_back)
     return audit

@@ -58,6 +58,8 @@ def _beyond_storage(results: dict[str, CheckResult], failing: set[str]) -> str:
         return f"adapter off: {anchored.detail}"
     if "prefix_cache" in failing:
         return "stale prefix cache: it was not flushed with the push"
+    if "zero_change_push" in failing:
+        return "a push is not repeatable: the same weights again give other log-probs"
     if "rollout_sentinel" in failing:
         return f"rollouts are broken, weights are right: {results['rollout_sentinel'].detail}"
     return f"unexplained: {', '.join(sorted(failing))}"

@@ -124,6 +124,7 @@ MENU: tuple[SyncFault, ...] = (
     SyncFault("adapter_off", "LoRA off after the push", "adapter off"),
     SyncFault("storage_moved", "storage moved under a captured graph", "other memory"),
     SyncFault("echoed_read_back", "read-back echoes the push, nothing loaded", "other memory"),
+    SyncFault("blended_copy", "derived router copy blended with its old value", "not repeatable"),
     SyncFault("eos_lost", "stop tokens lost with the reload", "rollouts are broken"),
 )
 
