@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
+from kernel_contracts.bounded import bounded_mean
 from kernel_contracts.clauses import (
     Clause,
     NumericalClause,
@@ -21,16 +22,7 @@ from kernel_contracts.clauses import (
     RuntimeClause,
     StatisticalClause,
 )
-from kernel_contracts.confidence import (
-    by_prompt,
-    clopper_pearson,
-    holm,
-    mean_bounds,
-    mean_test,
-    prompts_to_decide,
-    proportion_p_value,
-    zero_failure_n,
-)
+from kernel_contracts.confidence import by_prompt, holm
 from kernel_contracts.contract import Contract
 from kernel_contracts.measurement import Measurement
 from kernel_contracts.metrics import METRICS, Array
@@ -220,7 +212,7 @@ def _numerical(
         return _unobserved(clause, one.name, clause.metric, why)
     exceed = (values > (clause.exceeds or 0.0)).astype(np.float64)
     sums = by_prompt(exceed, frame["prompt_id"].to_numpy())
-    row = _bounded(
+    row = bounded_mean(
         clause.id, one.name, clause.metric, sums.mean, clause.share or 0.0, 1.0, contract.alpha,
         n_tokens=len(values),
     )  # fmt: skip
@@ -261,7 +253,7 @@ def _statistical(
     if weights is not None and int(sums.count.max()) > cap:
         why = f"a prompt has more rows than the cap of {cap:g} that was stated beforehand"
         return _unobserved(clause, one.name, clause.metric, why)
-    row = _bounded(
+    row = bounded_mean(
         clause.id, one.name, clause.metric, sums.mean, (clause.target or 0.0) - clause.floor,
         clause.upper_end - clause.floor, contract.alpha, n_tokens=len(values), weights=weights,
         cap=cap if weights is not None else None, tail=clause.tail if clause.needs_tail else None,
@@ -327,60 +319,9 @@ def _runtime(clause: RuntimeClause, evidence: Evidence, alpha: float) -> Measure
     if not np.isfinite(values).all():
         return _unobserved(clause, name, clause.metric, "the probe met non-finite values")
     sums = by_prompt(values, rows["prompt_id"].to_numpy())
-    row = _bounded(
+    row = bounded_mean(
         clause.id, name, clause.metric, sums.mean, clause.limit, clause.upper_end, alpha,
         n_tokens=int(rows["n_tokens"].sum()), tail=clause.tail if clause.needs_tail else None,
     )  # fmt: skip
     warned = clause.warn is not None and row.value is not None and row.value > clause.warn
     return replace(row, warn=warned, unit=METRIC_WORDS[clause.metric].unit)
-
-
-def _bounded(
-    clause: str,
-    name: str,
-    metric: str,
-    values: Array,
-    limit: float,
-    ceiling: float,
-    alpha: float,
-    *,
-    n_tokens: int,
-    weights: Array | None = None,
-    cap: float | None = None,
-    tail: float | None = None,
-) -> Measurement:
-    """A mean of per-prompt values in [0, ceiling] against a limit, by betting.
-
-    tail: limit on the share of prompts above the ceiling, by Clopper-Pearson; both must hold. A
-    mean clipped at the ceiling never exceeds the true one, so a FAIL needs no second test.
-    """
-    options = {"ceiling": ceiling, "alpha": alpha, "weights": weights, "weight_cap": cap}
-    bounds = mean_bounds(values, **options)  # type: ignore[arg-type]
-    p_fail = mean_test(values, limit=limit, side="above", **options).p_value  # type: ignore[arg-type]
-    notes, passed = [], bounds.upper <= limit
-    needed, side = prompts_to_decide(values, limit, ceiling, alpha, weights=weights, weight_cap=cap)
-    if tail is not None:
-        above = int(np.sum(values > ceiling))
-        share_upper = clopper_pearson(above, len(values), alpha)[1]
-        p_tail = proportion_p_value(above, len(values), tail, above=True)
-        p_fail = min(1.0, 2 * min(p_fail, p_tail))
-        if above:
-            notes.append(f"{above} of {len(values)} prompts above the ceiling {ceiling:g}")
-        if share_upper > tail:
-            passed = False
-            if above == 0:
-                needed = max(needed or 0, zero_failure_n(tail, alpha))
-                side = "PASS"
-    if not passed:
-        if needed is not None and needed > len(values):
-            notes.append(f"about {needed - len(values)} more prompts would decide ({side})")
-        elif needed is None:
-            notes.append("no realistic number of prompts would decide")
-    weight = np.ones_like(values) if weights is None else weights
-    estimate = float((values * weight).sum() / weight.sum()) if weight.sum() > 0 else None
-    return Measurement(
-        clause=clause, slice=name, metric=metric, section="", value=estimate, lower=bounds.lower,
-        upper=bounds.upper, limit=limit, n_prompts=bounds.n, n_tokens=n_tokens,
-        verdict="PASS" if passed else "INCONCLUSIVE",
-        method=f"{bounds.method}, ceiling {ceiling:g}", detail="; ".join(notes), p_fail=p_fail,
-    )  # fmt: skip

@@ -40,7 +40,7 @@ class EngineSettings(_Strict):
     args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the engine as they are, for example kv_cache_dtype: fp8."""
     env: dict[str, str] = Field(default_factory=dict)
-    inject: dict[str, float] = Field(default_factory=dict)
+    inject: dict[Literal["stale_weights"], float] = Field(default_factory=dict)
     """Faults put into the engine on purpose, to test a contract: stale_weights: 0.02."""
     startup_timeout: float = Field(600, gt=0)
     """Seconds to wait for the engine to load."""

@@ -16,27 +16,9 @@ from kernel_contracts.errors import InputError, NotComparableError
 from mismatch_audit.compare import torch_rows
 from mismatch_audit.compare.capabilities import loads
 from mismatch_audit.compare.heads import Head
+from mismatch_audit.tokens import COMPARED
 
-COLUMNS = (
-    "kl_engine_reference",
-    "kl_reference_engine",
-    "tv",
-    "chi2",
-    "drift",
-    "tail_mass",
-    "logit_var",
-    "entropy",
-    "engine_margin",
-    "reference_margin",
-    "engine_top1",
-    "reference_top1",
-    "engine_top1_logprob",
-    "reference_top1_logprob",
-    "flip",
-    "engine_logprob",
-    "reference_logprob",
-    "nonfinite",
-)
+COLUMNS = COMPARED
 """What a comparison gives, one ``[T]`` tensor each (see the token table for their meaning)."""
 
 NUCLEUS = 1e-6

