@@ -11,6 +11,7 @@ from mismatch_audit.cli import weights
 from mismatch_audit.cli.contract import contract_app
 from mismatch_audit.cli.doctor import doctor
 from mismatch_audit.cli.judge import judge
+from mismatch_audit.cli.plan import plan
 from mismatch_audit.cli.report import report
 from mismatch_audit.cli.run import run
 from mismatch_audit.cli.show import show
@@ -28,6 +29,7 @@ app.add_typer(contract_app, name="contract")
 app.command()(run)
 app.command()(judge)
 app.command()(show)
+app.command()(plan)
 app.command()(report)
 app.command()(doctor)
 weights.register(app)

@@ -34,7 +34,9 @@ def torch_dtype(name: str) -> torch.dtype:
 def load_causal_lm(model: str, *, dtype: str, device: str, attn: str, trust: bool = False) -> Any:
     """A causal LM by the ordinary ``from_pretrained``; one clear error when it is not there."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # our own progress is on the same terminal
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch_dtype(dtype), attn_implementation=attn, trust_remote_code=trust
