@@ -36,7 +36,8 @@ def load_causal_lm(model: str, *, dtype: str, device: str, attn: str, trust: boo
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # our own progress is on the same terminal
+    # Our own progress is on the same terminal.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch_dtype(dtype), attn_implementation=attn, trust_remote_code=trust
