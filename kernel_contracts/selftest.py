@@ -180,8 +180,8 @@ def calibrate(
     """
     n = int(control.tokens["prompt_id"].nunique()) if len(control.tokens) else 0
     part = testable(contract, n)
-    trial, untestable = _control(part.contract, control)
-    faults = tuple(_trial(part.contract, one, one.name in tolerate) for one in injections)
+    trial, untestable, short = _control(part.contract, control)
+    faults = tuple(_trial(part.contract, one, one.name in tolerate, short) for one in injections)
     unknown = sorted(set(tolerate) - {t.name for t in faults})
     if unknown:
         raise InputError(
@@ -193,13 +193,18 @@ def calibrate(
     )
 
 
-def _control(contract: Contract, evidence: Evidence) -> tuple[Trial, tuple[str, ...]]:
+def _control(
+    contract: Contract, evidence: Evidence
+) -> tuple[Trial, tuple[str, ...], frozenset[tuple[str, str]]]:
+    """The control judged; what it is too small for, in words and as (clause, slice)."""
     rows = judge(contract, evidence)
     kept: list[Measurement] = []
+    left: set[tuple[str, str]] = set()
     short: dict[tuple[str, int], list[str]] = {}
     for row in rows:
         needed = clean_n(contract.clause(row.clause), contract.alpha)
         if _only_short(row) and row.n_prompts < needed:
+            left.add((row.clause, row.slice))
             short.setdefault((row.clause, needed), []).append(f"{row.slice} ({row.n_prompts})")
         else:
             kept.append(row)
@@ -218,7 +223,11 @@ def _control(contract: Contract, evidence: Evidence) -> tuple[Trial, tuple[str, 
         reason = "; ".join(_said(m) for m in kept if m.verdict != "PASS")
     caught = tuple((m.clause, m.slice) for m in kept if m.verdict == "FAIL")
     meaning = "the reference against itself, otherwise batched and padded"
-    return Trial("control", meaning, verdict, tuple(rows), (), caught, reason), untestable
+    return (
+        Trial("control", meaning, verdict, tuple(rows), (), caught, reason),
+        untestable,
+        frozenset(left),
+    )
 
 
 def _only_short(row: Measurement) -> bool:
@@ -226,10 +235,14 @@ def _only_short(row: Measurement) -> bool:
     return row.verdict == "INCONCLUSIVE" or row.detail in ("no rows", "no slice")
 
 
-def _trial(contract: Contract, one: Injection, tolerated: bool) -> Trial:
+def _trial(
+    contract: Contract, one: Injection, tolerated: bool, short: frozenset[tuple[str, str]]
+) -> Trial:
+    """short: (clause, slice) that cannot pass at this size; they can only catch."""
     rows = judge(contract, one.evidence)
     caught = tuple((m.clause, m.slice) for m in rows if m.verdict == "FAIL")
-    verdict = "FAIL" if caught else overall(rows)
+    kept = [m for m in rows if (m.clause, m.slice) not in short]
+    verdict: Verdict = "FAIL" if caught else overall(kept)
     reason = "" if caught else _why_missed(contract, one, rows)
     return Trial(
         one.name, one.meaning, verdict, tuple(rows), one.ordinary, caught, reason, tolerated
