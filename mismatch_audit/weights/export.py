@@ -145,6 +145,13 @@ def _check_rounding(make: MakeRounding, dtype: str, plans: list[ShardPlan]) -> N
             )
 
 
+def pwrite_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """os.pwrite until every byte is written (a full disk or a signal may cut it short)."""
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
 @dataclass
 class _Writer:
     """One shard: a .partial file of the final size, filled tensor by tensor, then renamed."""
@@ -210,7 +217,7 @@ class _Writer:
             else:
                 written = self._round(name, start, values, code)
             data = pattern(written.contiguous()).numpy().data.cast("B")
-            os.pwrite(descriptor, data, begin + start * size)
+            pwrite_all(descriptor, data, begin + start * size)
             self.pages.used(values.nbytes)
 
         starts = range(0, source.numel(), BLOCK_ELEMENTS)
@@ -266,7 +273,7 @@ class _State:
     def store(self, name: str, start: int, error: torch.Tensor) -> None:
         begin, _ = self._places[name]
         data = error.contiguous().numpy().data.cast("B")
-        os.pwrite(self.descriptor, data, begin + 4 * start)
+        pwrite_all(self.descriptor, data, begin + 4 * start)
 
     def release(self) -> None:
         if self._old is not None:

@@ -11,11 +11,18 @@ from rich.text import Text
 from mismatch_audit.weights.findings import WeightReport
 
 _ROWS = 200
+_PIPE_WIDTH = 160
+
+
+def _console() -> Console:
+    """Logs and pipes have no width of their own: wide enough for names to stay whole."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
 
 
 def show_report(report: WeightReport, every: bool) -> None:
     """Tensors that differ (all of them when asked), findings with remedies, notes, a sum."""
-    console = Console()
+    console = _console()
     rows = [r for r in report.reports if every or not r.healthy]
     if rows:
         table = Table("tensor", "fault", "trainer", "served", "differ", "max ulp", "rel. error")
@@ -50,7 +57,7 @@ def show_report(report: WeightReport, every: bool) -> None:
 
 def show_visibility(document: dict[str, Any], tensors: bool) -> None:
     """The overall numbers, one row per export, and one per tensor when asked."""
-    console = Console()
+    console = _console()
     overall = document["overall"]
     console.print(
         f"{overall['weights']} weights, {overall['moved_share']:.2%} moved, "
