@@ -29,9 +29,11 @@ def bounded_mean(
     weights: Array | None = None,
     cap: float | None = None,
     tail: float | None = None,
+    floor: float = 0.0,
 ) -> Measurement:
     """A mean of per-prompt values in [0, ceiling] against a limit, by betting.
 
+    values, limit and ceiling count from ``floor``, the least value that the metric can take.
     tail: limit on the share of prompts above the ceiling, by Clopper-Pearson; both must hold. A
     mean clipped at the ceiling never exceeds the true one, so a FAIL needs no second test.
     """
@@ -46,7 +48,7 @@ def bounded_mean(
         p_tail = proportion_p_value(above, len(values), tail, above=True)
         p_fail = min(1.0, 2 * min(p_fail, p_tail))
         if above:
-            notes.append(f"{above} of {len(values)} prompts above the ceiling {ceiling:g}")
+            notes.append(f"{above} of {len(values)} prompts above the ceiling {ceiling + floor:g}")
         if share_upper > tail:
             passed = False
             if above == 0:
@@ -63,5 +65,6 @@ def bounded_mean(
         clause=clause, slice=name, metric=metric, section="", value=estimate, lower=bounds.lower,
         upper=bounds.upper, limit=limit, n_prompts=bounds.n, n_tokens=n_tokens,
         verdict="PASS" if passed else "INCONCLUSIVE",
-        method=f"{bounds.method}, ceiling {ceiling:g}", detail="; ".join(notes), p_fail=p_fail,
+        method=f"{bounds.method}, ceiling {ceiling + floor:g}", detail="; ".join(notes),
+        p_fail=p_fail, clipped=bounds.clipped_high,
     )  # fmt: skip

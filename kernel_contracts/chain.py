@@ -84,7 +84,10 @@ def _certified(one: Slice, measurements: Sequence[Measurement]) -> float | None:
     found = [
         m.upper
         for m in measurements
-        if m.metric == "kl_engine_reference" and m.slice == one.name and m.section == "statistical"
+        if m.metric == "kl_engine_reference"
+        and m.slice == one.name
+        and m.section == "statistical"
+        and not m.clipped  # else the bound is of the clipped mean
     ]
     return min((u for u in found if u is not None), default=None)
 

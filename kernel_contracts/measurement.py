@@ -27,7 +27,9 @@ class Measurement:
     value: estimate in ``unit``; lower, upper: one-sided confidence bounds at the contract's alpha;
     None where there is nothing to say.  noise_floor: the same metric of a program against itself.
     method: how the bounds were made.  p_fail: p-value of "the promise is kept", Holm-adjusted over
-    the clause's slices (None for exact counts).  detail: one line for people.
+    the clause's slices (None for exact counts).  clipped: prompts above the ceiling; the bounds are
+    of the clipped mean, so with any, ``upper`` bounds the promise and not the true mean.
+    detail: one line for people.
     """
 
     clause: str
@@ -48,6 +50,7 @@ class Measurement:
     noise_floor: float | None = None
     warn: bool = False
     p_fail: float | None = None
+    clipped: int = 0
 
 
 def overall(measurements: list[Measurement]) -> Verdict:

@@ -115,7 +115,9 @@ def _correct(rows: list[Measurement], alpha: float) -> list[Measurement]:
         if verdict != "PASS":
             verdict = "FAIL" if p <= alpha else "INCONCLUSIVE"
         detail = rows[i].detail if verdict != "FAIL" else _fail_detail(rows[i])
-        out[i] = replace(rows[i], p_fail=float(p), verdict=verdict, detail=detail)
+        # Clipped at the ceiling, a broken mean is known to be large, not how large.
+        upper = None if verdict == "FAIL" and rows[i].clipped else rows[i].upper
+        out[i] = replace(rows[i], p_fail=float(p), verdict=verdict, detail=detail, upper=upper)
     return out
 
 
@@ -257,6 +259,7 @@ def _statistical(
         clause.id, one.name, clause.metric, sums.mean, (clause.target or 0.0) - clause.floor,
         clause.upper_end - clause.floor, contract.alpha, n_tokens=len(values), weights=weights,
         cap=cap if weights is not None else None, tail=clause.tail if clause.needs_tail else None,
+        floor=clause.floor,
     )  # fmt: skip
     row = replace(
         row,

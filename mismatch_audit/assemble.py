@@ -64,6 +64,7 @@ def assemble(run: Run, evidence: Evidence, measurements: Sequence[Measurement]) 
         actions=[asdict(a) for a in actions_of(run.contract, measurements, slices)],
         chain=_chains(run, slices, evidence, measurements),
         views=_views(run, evidence, decode, sequences),
+        gradient=(run.folder.cached_json("gradient") or {}).get("rows", []),
         environment=environment(),
         digests={
             "settings": digest_of(run.folder.spec["settings"]),

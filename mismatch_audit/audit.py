@@ -172,10 +172,20 @@ def _evidence(run: Run) -> Evidence:
     )
 
 
-def run_audit(settings: RunSettings, out: Path, *, resume: bool, progress: Progress) -> Record:
-    """The whole job: prepare, run both programs, judge, write the report."""
+def run_audit(
+    settings: RunSettings, out: Path, *, resume: bool, progress: Progress, gradient: bool = False
+) -> Record:
+    """The whole job: prepare, run both programs, judge, write the report.
+
+    gradient: measure the policy-gradient bias of the rollouts too.
+    """
+    from mismatch_audit.bias import measured
+
     run = prepare(settings, out, resume=resume)
-    return _conclude(run, execute(run, progress), out, progress)
+    evidence = execute(run, progress)
+    if gradient:
+        measured(run, progress)
+    return _conclude(run, evidence, out, progress)
 
 
 def judge_again(folder: Path, contract: Path, out: Path, *, progress: Progress) -> Record:
@@ -192,7 +202,10 @@ def judge_again(folder: Path, contract: Path, out: Path, *, progress: Progress) 
 
 def _conclude(run: Run, evidence: Evidence, out: Path, progress: Progress) -> Record:
     from mismatch_audit.assemble import assemble, write_report
+    from mismatch_audit.bias import estimates
 
+    if (bias := run.folder.cached_json("gradient")) is not None:
+        evidence = replace(evidence, gradient=estimates(bias))
     progress("verdicts", 0, 1)
     with run.timed("verdicts"):
         measurements = judge(run.contract, evidence)

@@ -39,6 +39,9 @@ def run(
         list[str] | None,
         typer.Option(help="Fault to put into the engine, to test a contract: stale_weights=0.02."),
     ] = None,
+    gradient: Annotated[
+        bool, typer.Option(help="Measure the policy-gradient bias of the rollouts too.")
+    ] = False,
     resume: Annotated[bool, typer.Option(help="Finish a run that was stopped.")] = False,
     overwrite: Annotated[
         bool, typer.Option(help="Remove an earlier run of ours in the folder first.")
@@ -86,7 +89,7 @@ def run(
     target = out or Path("runs") / (settings.stem if settings else "audit")
     if overwrite:
         remove_run(target)
-    raise typer.Exit(_execute(resolved, target, resume=resume, exit_zero=exit_zero))
+    raise typer.Exit(_execute(resolved, target, resume, gradient, exit_zero))
 
 
 def _pairs(option: str, items: list[str] | None) -> dict[str, Any] | None:
@@ -106,7 +109,7 @@ def _pairs(option: str, items: list[str] | None) -> dict[str, Any] | None:
     return pairs
 
 
-def _execute(settings: Any, out: Path, *, resume: bool, exit_zero: bool) -> int:
+def _execute(settings: Any, out: Path, resume: bool, gradient: bool, exit_zero: bool) -> int:
     from rich.console import Console
 
     from mismatch_audit.audit import run_audit
@@ -115,6 +118,6 @@ def _execute(settings: Any, out: Path, *, resume: bool, exit_zero: bool) -> int:
 
     console = Console()
     with progress_display(Console(stderr=True)) as progress:
-        record = run_audit(settings, out, resume=resume, progress=progress)
+        record = run_audit(settings, out, resume=resume, progress=progress, gradient=gradient)
     render_terminal(record, console, folder=str(out))
     return 0 if exit_zero else int(record.exit_code)

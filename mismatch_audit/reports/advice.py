@@ -235,4 +235,6 @@ def horizon_note(horizon: float | None) -> str:
     """Up to which response length a bound says something."""
     if horizon is None:
         return ""
+    if horizon < 1:
+        return "not one token"
     return plural(int(horizon), "token") if horizon < 1e6 else f"{number(horizon)} tokens"

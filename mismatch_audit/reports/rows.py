@@ -128,6 +128,7 @@ class MeasurementRow(_Row):
     unit: str = ""
     path: str = ""
     p_fail: Number = None
+    clipped: Count = 0
 
     @classmethod
     def of(cls, measurement: Measurement) -> Self:
