@@ -276,9 +276,10 @@ def _share_of_limit(row: Measurement) -> float:
 def _said(row: Measurement) -> str:
     if row.value is None:
         return f"{row.clause} on {row.slice}: {row.verdict}, {row.detail}"
-    bounds = "" if row.lower is None else f" [{row.lower:.3g}, {row.upper:.3g}]"
+    ends = ["-" if end is None else f"{end:.3g}" for end in (row.lower, row.upper)]
+    limit = "" if row.limit is None else f" of {row.limit:.3g}"
     return (
-        f"{row.clause} on {row.slice}: {row.metric} {row.value:.3g}{bounds} of {row.limit:.3g} "
+        f"{row.clause} on {row.slice}: {row.metric} {row.value:.3g} [{', '.join(ends)}]{limit} "
         f"({row.verdict})"
     )
 
@@ -316,4 +317,7 @@ def summary(calibration: Calibration) -> str:
         f"{c.control.verdict}, {found} of {len(c.faults)} faults detected"
     )
     missed = [t.name for t in c.undetected]
-    return text + (f"; missed: {', '.join(missed)}" if missed else "")
+    borne = [t.name for t in c.faults if t.tolerated and not t.detected]
+    for word, names in (("missed", missed), ("borne", borne)):
+        text += f"; {word}: {', '.join(names)}" if names else ""
+    return text

@@ -135,6 +135,7 @@ def test_a_tolerated_miss_is_reported_but_does_not_count() -> None:
     found = calibrate(blind, CONTROL, [DRIFT, SHIFT], tolerate=["shift"])
     assert found.state == "SOUND"
     assert found.faults[1].tolerated
+    assert summary(found).endswith("1 of 2 faults detected; borne: shift")
     assert found.faults[1].verdict == "PASS"
     with pytest.raises(InputError, match="no fault 'typo'"):
         calibrate(blind, CONTROL, [DRIFT], tolerate=["typo"])
