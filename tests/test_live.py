@@ -15,6 +15,7 @@ import jsonschema
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from conftest import NO_PROBES, ROOT, SAMPLES, CommandResult, audit, write_settings
 
 from kernel_contracts import bounds
@@ -111,29 +112,40 @@ def test_a_strict_contract_is_violated_with_names_and_numbers(
     assert record["views"]["worst_tokens"][0]["prompt_id"] in result.out
 
 
-@pytest.mark.parametrize(
-    ("fault", "engine"),
-    [
-        ("fp8 KV cache", {"dtype": "bfloat16", "args": {"kv_cache_dtype": "fp8"}}),
-        ("stale weights", {"dtype": "bfloat16", "inject": {"stale_weights": 0.02}}),
-    ],
-)
-def test_a_broken_engine_violates_the_contract(
-    fault: str, engine: dict[str, Any], tmp_path: Path
-) -> None:
-    """The contract that the healthy engine keeps is broken by real engine faults."""
+def run_with_engine(engine: dict[str, Any], folder: Path) -> CommandResult:
+    """A short run under the serving contract; certain violations need no more than 32 prompts."""
     settings = write_settings(
-        tmp_path / "run.yaml", limit=32, engine={"program": "vllm", **engine}, probes=NO_PROBES
+        folder.with_suffix(".yaml"),
+        limit=32,
+        engine={"program": "vllm", "dtype": "bfloat16", **engine},
+        probes=NO_PROBES,
     )
-    folder = tmp_path / "run"
-    result = audit("run", settings, "--out", folder, folder=folder)
-    assert result.code == 1, fault + result.err + result.out
-    record = record_of(result)
-    kl = next(m for m in record["measurements"] if m["clause"] == "S1")
+    return audit("run", settings, "--out", folder, folder=folder)
+
+
+def assert_violated(result: CommandResult) -> None:
+    assert result.code == 1, result.err + result.out
+    kl = next(m for m in record_of(result)["measurements"] if m["clause"] == "S1")
     assert kl["verdict"] == "FAIL"
     assert kl["lower"] > kl["limit"]
-    if "args" in engine:
-        assert record["identities"]["engine"]["kv_cache_dtype"] == ["fp8"]
+
+
+def test_an_engine_with_stale_weights_violates_the_contract(tmp_path: Path) -> None:
+    """The contract that the healthy engine keeps is broken by 2 % noise on one load of weights."""
+    assert_violated(run_with_engine({"inject": {"stale_weights": 0.02}}, tmp_path / "run"))
+
+
+def test_an_engine_with_an_fp8_cache_violates_the_contract(tmp_path: Path) -> None:
+    """An fp8 KV cache breaks it too. vLLM has such a cache on CUDA and, on a CPU, with AVX-512;
+    elsewhere its refusal must reach the user as one message, with the engine's own words."""
+    result = run_with_engine({"args": {"kv_cache_dtype": "fp8"}}, tmp_path / "run")
+    if torch.cuda.is_available() or "AVX512" in torch.backends.cpu.get_cpu_capability():
+        assert_violated(result)
+        assert record_of(result)["identities"]["engine"]["kv_cache_dtype"] == ["fp8"]
+    else:
+        assert result.code == 2
+        assert "FP8 KV cache on CPU requires" in result.err
+        assert "Traceback" not in result.err.split("its last log lines")[0]
 
 
 def test_kl_in_the_table_is_float64_accurate(exact: CommandResult) -> None:
