@@ -116,7 +116,7 @@ def _compared(
     return compare_sides(
         left,
         open_side(served, peer=left.checkpoint),
-        open_side(previous, adapter, peer=left.checkpoint) if previous else None,
+        open_side(previous, peer=left.checkpoint) if previous else None,
         options,
     )
 

@@ -143,6 +143,9 @@ def _histogram(values: torch.Tensor) -> torch.Tensor:
 
 
 def _order(overlap: Overlap) -> str:
+    rows, width = overlap.served.shape
+    if width == 1 or rows > _ALWAYS:
+        return "elements"
     sums: dict[str, list[list[bytes]]] = {"rows": [[], []]}
     for pair in _expected(overlap):
         for side, block in enumerate(pair):

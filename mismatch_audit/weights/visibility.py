@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from kernel_contracts.errors import InputError
-from mismatch_audit.weights.grids import BF16, Grid, Served, changed_bytes
+from mismatch_audit.weights.grids import BF16, FloatGrid, Grid, Served, changed_bytes
+from mismatch_audit.weights.layout import split_layer
 from mismatch_audit.weights.rounding import Rounding, nearest
 from mismatch_audit.weights.sides import Side, operand
 from mismatch_audit.weights.stochastic import Noise, stochastic
@@ -27,6 +28,9 @@ from mismatch_audit.weights.visibility_report import (
     VisibilityReport,
 )
 from mismatch_audit.weights.workers import Pages, default_threads, row_ranges, run_all
+
+# Tasks are this much smaller than a comparison's: each holds some thirty copies of its rows.
+_THINNER = 16
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ def _simulate(
     task: _Task, w0: torch.Tensor, w1: torch.Tensor, pushes: int, seed: int, export: str
 ) -> ExportEffect:
     """Exports w0, then ``pushes`` steps of the same update, and watches the served copy."""
-    start = task.rows[0] * w0.shape[1]
+    start = task.rows[0] * task.before.shape[1]
     change = w1 - w0
     state = torch.zeros_like(w0)
     first: Served | None = None
@@ -147,13 +151,14 @@ def measure_visibility(
         if old.shape != new.shape:
             raise InputError(f"shapes {old.shape} and {new.shape} differ", where=name)
         first = _single(origin, name) if origin is not None and name in origin.names else None
-        linear = (old.shape[1] > 1 and ".layers." in name) or (".h." in name and old.shape[1] > 1)
-        own: Grid = grid if linear or grid.name in ("bf16", "fp16") else BF16
+        inside = bool(split_layer(name, before.geometry.family)[0])
+        linear = inside and old.shape[1] > 1
+        own: Grid = grid if linear or isinstance(grid, FloatGrid) else BF16
         amax = _largest(old)
         rounded &= _on_bf16(old) and _on_bf16(new)
         tasks += [
             _Task(name, own, old, new, first, rows, amax)
-            for rows in row_ranges(old.shape[0], old.shape[1] * 4)
+            for rows in row_ranges(old.shape[0], old.shape[1] * _THINNER)
         ]
     pages = Pages(before.checkpoint, after.checkpoint)
 
