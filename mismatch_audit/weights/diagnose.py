@@ -33,7 +33,7 @@ from mismatch_audit.weights.rounding import (
 )
 from mismatch_audit.weights.shards import window
 from mismatch_audit.weights.sides import Overlap
-from mismatch_audit.weights.tally import Operand, Tally, tally_rows
+from mismatch_audit.weights.tally import Operand, Tally
 
 # Residual of a fit s = c e that rounding to 8 significant bits leaves: 2^-9 / sqrt(3) rms, with
 # room for a rounded c. A stale tensor leaves 0.02 and more.
@@ -75,9 +75,7 @@ class _Case:
 
     def cast_by(self, rounding: Rounding) -> bool:
         """Whether another rounding of the master explains every bit."""
-        rows = (0, self.overlap.served.shape[0])
-        whole = tally_rows(self.overlap.trainer, self.overlap.served, rows, rounding, True)
-        return whole.differing == 0
+        return matches(self.overlap.trainer, self.overlap.served, rounding)
 
 
 def explain(overlap: Overlap, tally: Tally, alternatives: Alternatives) -> Verdict:

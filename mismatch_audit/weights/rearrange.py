@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mismatch_audit.weights.rounding import nearest, pattern
+from mismatch_audit.weights.rounding import Rounding, nearest, pattern
 from mismatch_audit.weights.sides import Overlap
 from mismatch_audit.weights.tally import Operand, Plain, Tally, blocks, tally_rows
 
@@ -16,12 +16,21 @@ from mismatch_audit.weights.tally import Operand, Plain, Tally, blocks, tally_ro
 _ALWAYS, _NEVER = 1 << 20, 1 << 28
 
 
-def matches(master: Operand | None, served: Operand) -> bool:
-    """Whether served equals the cast of this master in every bit."""
+def matches(master: Operand | None, served: Operand, rounding: Rounding = nearest) -> bool:
+    """Whether served equals the rounding of this master in every bit.
+
+    A corner of four rows refutes nearly every wrong hypothesis in some 50 microseconds; a
+    transposed master is read along its columns, where every element costs a page.
+    """
     if master is None or master.shape != served.shape:
         return False
-    tally = tally_rows(master, served, (0, served.shape[0]), stop_at_first=True)
-    return tally.differing == 0
+    corner = served.rows(0, min(4, served.shape[0]))[:, :64]
+    other = master.rows(0, corner.shape[0])[:, :64]
+    expected = other if other.dtype == corner.dtype else rounding(other, corner.dtype)
+    if bool((pattern(expected) != pattern(corner)).any()):
+        return False
+    rows = (0, served.shape[0])
+    return tally_rows(master, served, rows, rounding, stop_at_first=True).differing == 0
 
 
 def transposed(master: Operand) -> Operand | None:

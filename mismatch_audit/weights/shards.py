@@ -8,7 +8,7 @@ from mismatch_audit.weights.rounding import nearest, pattern
 from mismatch_audit.weights.sides import Overlap
 from mismatch_audit.weights.tally import Tally, blocks
 
-_WINDOW = 1 << 15
+_WINDOW = 1 << 14
 _BITE = 1 << 12
 
 

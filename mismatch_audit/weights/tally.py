@@ -137,9 +137,8 @@ def _count_nonfinite(values: torch.Tensor) -> int:
     return int((~torch.isfinite(values)).sum())
 
 
-def _squares(e: torch.Tensor, s: torch.Tensor, tally: Tally) -> None:
-    """Adds the sums of a block."""
-    d = s - e
+def _squares(e: torch.Tensor, d: torch.Tensor, tally: Tally) -> None:
+    """Adds the sums of a block of expected values and differences."""
     own, cross, error = _dot(e, e), _dot(e, d), _dot(d, d)
     tally.expected_square += own
     tally.error_square += error
@@ -147,20 +146,40 @@ def _squares(e: torch.Tensor, s: torch.Tensor, tally: Tally) -> None:
     tally.served_square += own + 2 * cross + error
 
 
-def _statistics(expected: torch.Tensor, served: torch.Tensor, tally: Tally) -> None:
-    e, s = expected.float().reshape(-1), served.float().reshape(-1)
+class _Scratch:
+    """Two fp32 copies of a block, reused: allocating them anew costs a third of the statistics."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(2, 0)
+
+    def floats(self, e: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = e.numel()
+        if self._room.shape[1] < count:
+            self._room = torch.empty(2, count)
+        first, second = self._room[0, :count], self._room[1, :count]
+        first.view(e.shape).copy_(e)
+        second.view(s.shape).copy_(s)
+        return first, second
+
+
+def _statistics(
+    expected: torch.Tensor, served: torch.Tensor, scratch: _Scratch, tally: Tally
+) -> None:
+    e, d = scratch.floats(expected, served)
+    d -= e
     tally.tallied += e.numel()
     probe = Tally()
-    _squares(e, s, probe)
+    _squares(e, d, probe)
     if not math.isfinite(probe.error_square):
         # Slow and rare: leave non-finite elements out of the sums, count them, and take the
         # sums in float64, where squares of float32 values cannot overflow.
+        e, s = scratch.floats(expected, served)
         bad_e, bad_s = ~torch.isfinite(e), ~torch.isfinite(s)
         tally.nonfinite_expected += int(bad_e.sum())
         tally.nonfinite_served += int(bad_s.sum())
-        keep = ~(bad_e | bad_s)
+        kept = e[~(bad_e | bad_s)].double()
         probe = Tally()
-        _squares(e[keep].double(), s[keep].double(), probe)
+        _squares(kept, s[~(bad_e | bad_s)].double() - kept, probe)
     tally += probe
 
 
@@ -183,7 +202,11 @@ def _max_ulp(bits_e: torch.Tensor, bits_s: torch.Tensor, gap: torch.Tensor) -> i
 
 
 def _differing(
-    expected: torch.Tensor, served: torch.Tensor, gap: torch.Tensor, tally: Tally
+    expected: torch.Tensor,
+    served: torch.Tensor,
+    gap: torch.Tensor,
+    scratch: _Scratch,
+    tally: Tally,
 ) -> None:
     tally.differing += int(torch.count_nonzero(gap))
     if not expected.dtype.is_floating_point:
@@ -197,7 +220,7 @@ def _differing(
         low, high = torch.aminmax(distance)
         largest = max(int(high), -int(low))
     tally.max_ulp = max(tally.max_ulp, largest)
-    _statistics(expected, served, tally)
+    _statistics(expected, served, scratch, tally)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, room: torch.Tensor) -> bool:
@@ -227,7 +250,7 @@ def tally_rows(
     stop_at_first: return at the first block with a difference, which then counts as one element
     (to refute a hypothesis, most of which fall in the first few thousand elements).
     """
-    tally = Tally()
+    tally, scratch = Tally(), _Scratch()
     columns = served.shape[1]
     direct = rounding is nearest and served.dtype != torch.float8_e4m3fn
     cast: torch.Tensor | None = None
@@ -257,5 +280,5 @@ def tally_rows(
         if stop_at_first:
             tally.differing = 1
             break
-        _differing(expected, s, room[:count], tally)
+        _differing(expected, s, room[:count], scratch, tally)
     return tally
