@@ -15,6 +15,8 @@ LABELS = {
     "prompts": "prompts through both",
     "probes": "probes",
     "gradient": "gradient bias",
+    "gradient bias": "gradient bias",
+    "gradient statistics": "gradient statistics",
     "verdicts": "verdicts",
 }
 
