@@ -228,7 +228,7 @@ def test_pickled_code_never_runs(tmp_path: Path) -> None:
     """A .bin with a payload is refused, in torch's format and as a bare pickle."""
     target = tmp_path / "ran"
     torch.save({"a": torch.ones(2), "b": _Evil(str(target))}, tmp_path / "zip.bin")
-    (tmp_path / "bare.bin").write_bytes(pickle.dumps({"a": _Evil(str(target))}))
+    (tmp_path / "bare.bin").write_bytes(pickle.dumps({"a": _Evil(str(target))}, protocol=2))
     for name in ("zip.bin", "bare.bin"):
         with pytest.raises(InputError, match=name):
             open_checkpoint(tmp_path / name)

@@ -53,7 +53,10 @@ def initial_master(seed: int) -> Tensors:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{p}{norm}.weight"] = 1 + 0.1 * torch.randn(HIDDEN, generator=generator)
         for part in "qkvo":
-            weights[f"{p}self_attn.{part}_proj.weight"] = matrix(HIDDEN, HIDDEN)
+            # sharper attention than 1.0 gives: positions then matter by 2 nats and not by the
+            # sentinel's limit of 1, where another machine's rounding would decide
+            size = 1.2 if part in "qk" else 1.0
+            weights[f"{p}self_attn.{part}_proj.weight"] = size * matrix(HIDDEN, HIDDEN)
         if layer == MOE_LAYER:
             weights[f"{p}mlp.gate.weight"] = matrix(EXPERTS, HIDDEN)
         stems = [f"mlp.experts.{e}." for e in range(EXPERTS)] if layer == MOE_LAYER else ["mlp."]

@@ -178,7 +178,7 @@ def anchored_probe(
     return CheckResult(
         "anchored_probe",
         False,
-        f"adapter of {name} applied {coefficient:.2f} times",
+        f"adapter of {name} applied {round(coefficient, 2) + 0.0:.2f} times",
         coefficient,
         1.0,
         (*result.where, *off),
