@@ -226,6 +226,17 @@ def test_an_update_smaller_than_a_step_is_stale_and_not_a_rounding() -> None:
     assert "bit for bit" in proven.findings[0].evidence["equals"]
 
 
+def test_a_single_differing_element_is_no_evidence_of_a_rounding() -> None:
+    """A norm gain of which one element moved by a step: any double rounding fits by chance."""
+    for place in range(8):
+        old = (1 + 0.1 * llama_weights(3)["model.norm.weight"]).bfloat16().float()
+        new = old.clone()
+        new[place] += 0.6 * 2.0**-7
+        report = run({"model.norm.weight": old.bfloat16()}, {"model.norm.weight": new})
+        assert faults(report) == [Fault.STALE]
+        assert report.reports[0].differing == 1
+
+
 def test_nan_in_the_master_too_is_still_a_fault() -> None:
     master = {Q: MASTER[Q].index_fill(0, torch.tensor(0), float("nan"))}
     report = run(cast(master), master)

@@ -42,6 +42,9 @@ _SCALE_MARGIN = 1e-2
 # Elements that a verdict of stochastic rounding needs, and the share within one step of the
 # master above which a difference is called a small update.
 _ENOUGH = 256
+# Differences (or expected ones) below which no rounding is recognised: they could be chance.
+_FEW = 16
+_DOUBLE = ("via_fp16", "via_bf16")
 _INSIDE = 0.99
 
 
@@ -156,6 +159,8 @@ def _rounded(case: _Case) -> Verdict | None:
     if dtype in (torch.float32, case.overlap.trainer.dtype):
         return None
     for name, rounding in WRONG_ROUNDINGS.items():
+        if name != "half_away" and case.tally.differing < _FEW:
+            continue  # a coin toss for each differing element; exact ties are no chance
         if case.cast_by(rounding):
             return Fault.ROUNDING, {"rounding": name, "differing_share": _share(case.tally)}
     master, served = case.window
@@ -177,7 +182,7 @@ def _bracketed(master: torch.Tensor, served: torch.Tensor, tally: Tally) -> Verd
     far = (value == torch.where(place_of(master, low, high) < 0.5, high, low))[inexact].double()
     folded = torch.minimum(place, 1 - place)
     evidence: dict[str, Any] = {"differing_share": _share(tally), "within_one_step_share": inside}
-    stochastic = inside == 1.0 and len(folded) >= _ENOUGH
+    stochastic = inside == 1.0 and len(folded) >= _ENOUGH and float(folded.sum()) >= _FEW
     for low_edge, high_edge in ((0.0, 0.25), (0.25, 0.5)):
         members = (folded >= low_edge) & (folded < high_edge)
         count, expected = int(members.sum()), float(folded[members].double().sum())
@@ -197,8 +202,8 @@ def place_of(master: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tor
 
 
 def _double_rounded(case: _Case) -> Verdict | None:
-    if case.overlap.trainer.dtype == torch.float32:
-        for name in ("via_fp16", "via_bf16"):
+    if case.overlap.trainer.dtype == torch.float32 and case.tally.differing >= _FEW:
+        for name in _DOUBLE:
             if case.cast_by(WRONG_ROUNDINGS[name]):
                 return Fault.ROUNDING, {"rounding": name}
     return None
