@@ -1,6 +1,6 @@
 """What measuring the policy gradient's bias costs, and what it finds on the sample model.
 
-    python benchmarks/gradient.py [--prompts 96] [--max-tokens 48] [--threads 2] [--write]
+    python benchmarks/gradient.py [--prompts 192] [--max-tokens 48] [--threads 2] [--write]
 
 Rollouts are drawn from the sample model with its weights rounded to 8 bits (float8 e4m3), in
 float32: an engine that is off by a known cause, in one process. Prints, on the same tokens: seconds
@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from mismatch_audit.gradient import measure_gradient, rollout_advantages
-from mismatch_audit.gradient.estimate import GradientReport
+from mismatch_audit.gradient import GradientReport, measure_gradient, rollout_advantages
 from mismatch_audit.programs.base import Sequence_
 from mismatch_audit.programs.batching import pad_batch, token_budget_batches
 from mismatch_audit.programs.reference import TransformersReference
@@ -59,12 +58,12 @@ def measured(function: Callable[[], Any]) -> tuple[float, int, Any]:
 
 
 def served_copy(reference: TransformersReference) -> TransformersReference:
-    """The same model with matrices rounded through float8, as an engine would serve it."""
+    """The same model with matrices rounded through float8, one scale a row, as an engine would."""
     other = TransformersReference(str(reference.path), reference.settings)
     with torch.no_grad():
         for p in other.model.parameters():
             if p.ndim == 2:
-                scale = p.abs().amax() / 448
+                scale = p.abs().amax(1, keepdim=True) / 448
                 p.copy_((p / scale).to(torch.float8_e4m3fn).to(p.dtype) * scale)
     return other
 
@@ -72,23 +71,33 @@ def served_copy(reference: TransformersReference) -> TransformersReference:
 def rollouts(
     engine: TransformersReference, prompts: list[Any], max_tokens: int, eos: int, seed: int = 0
 ) -> tuple[list[Sequence_], dict[str, np.ndarray]]:
-    """Responses drawn from the engine at temperature 1, one prompt after the other."""
+    """Responses drawn from the engine at temperature 1, 32 prompts together."""
     generator = torch.Generator().manual_seed(seed)
-    sequences, logprob = [], {}
-    for prompt in prompts:
-        ids, past, chosen = torch.tensor([prompt.token_ids]), None, []
-        values = []
+    sequences: list[Sequence_] = []
+    logprob: dict[str, np.ndarray] = {}
+    for start in range(0, len(prompts), 32):
+        group = prompts[start : start + 32]
+        ids, mask, positions = pad_batch([p.token_ids for p in group], engine.pad_id, "left")
+        past, tokens, values = None, [], []
         with torch.no_grad():
-            while len(chosen) < max_tokens and (not chosen or chosen[-1] != eos):
-                out = engine.model(input_ids=ids, past_key_values=past, use_cache=True)
+            for _ in range(max_tokens):
+                out = engine.model(
+                    input_ids=ids, attention_mask=mask, position_ids=positions,
+                    past_key_values=past, use_cache=True, logits_to_keep=1,
+                )  # fmt: skip
                 past = out.past_key_values
-                row = out.logits[0, -1].double().log_softmax(-1)
-                token = int(torch.multinomial(row.exp(), 1, generator=generator))
-                chosen.append(token)
-                values.append(float(row[token]))
-                ids = torch.tensor([[token]])
-        sequences.append(Sequence_(prompt.id, (*prompt.token_ids, *chosen), len(prompt.token_ids)))
-        logprob[prompt.id] = np.array(values)
+                rows = out.logits[:, -1].double().log_softmax(-1)
+                ids = torch.multinomial(rows.exp(), 1, generator=generator)
+                tokens.append(ids)
+                values.append(rows.gather(1, ids))
+                mask = torch.cat([mask, torch.ones_like(ids)], 1)
+                positions = positions[:, -1:] + 1
+        drawn, scores = torch.cat(tokens, 1), torch.cat(values, 1).numpy()
+        for prompt, row, score in zip(group, drawn.tolist(), scores, strict=True):
+            n = row.index(eos) + 1 if eos in row else len(row)
+            ids_of = (*prompt.token_ids, *row[:n])
+            sequences.append(Sequence_(prompt.id, ids_of, len(prompt.token_ids)))
+            logprob[prompt.id] = score[:n]
     return sequences, logprob
 
 
@@ -157,11 +166,11 @@ def write(text: str, path: Path = DOC) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=192)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--budget", type=int, default=1024, help="padded tokens a batch")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="rewrite the figures in the page")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -8,8 +8,9 @@ from mismatch_audit.gradient.corrections import (
     Correction,
     standard_corrections,
 )
-from mismatch_audit.gradient.estimate import GradientReport, SliceBias, measure_gradient
+from mismatch_audit.gradient.estimate import measure_gradient
 from mismatch_audit.gradient.relative import RelativeBias, relative_bias
+from mismatch_audit.gradient.report import GradientReport, SliceBias
 
 __all__ = [
     "NONE",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,8 @@ from mismatch_audit.gradient.corrections import (
     standard_corrections,
 )
 from mismatch_audit.gradient.mean_vectors import FEWEST_PROMPTS, MeanVector
-from mismatch_audit.gradient.relative import RelativeBias, cosine_without_noise, relative_bias
+from mismatch_audit.gradient.relative import cosine_without_noise, relative_bias
+from mismatch_audit.gradient.report import GradientReport, SliceBias
 from mismatch_audit.programs.base import Sequence_
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 
-__all__ = ["GradientReport", "SliceBias", "measure_gradient"]
+__all__ = ["measure_gradient"]
 
 FEWEST_EFFECTIVE = 8.0
 """Effective responses under full sequence weights below which their mean is a few responses'."""
@@ -39,68 +39,6 @@ FEWEST_EFFECTIVE = 8.0
 _SAME_FORWARD = {"float64": 1e-6, "float32": 1e-2, "float16": 0.1, "bfloat16": 1.0}
 """Nats between the given reference log-probs and this forward's, by dtype: other batches round
 otherwise, other weights or positions are off by far more."""
-
-
-@dataclass(frozen=True)
-class SliceBias:
-    """One estimator against one target on one slice.
-
-    variance: trace of the covariance of the prompts' vectors, over that of the estimator without
-    weights.  cosine: between the mean gradients of estimator and target, noise removed.
-    """
-
-    slice: str
-    estimator: str
-    target: str
-    bias: RelativeBias
-    cosine: float
-    variance: float
-    n_tokens: int
-    weights: WeightSummary
-    detail: str = ""
-
-    def bounds(self) -> tuple[float, float]:
-        """(lower, upper); nothing is claimed where a few responses carry the target."""
-        return (0.0, math.inf) if self.detail else (self.bias.lower, self.bias.upper)
-
-    def row(self) -> dict[str, Any]:
-        """JSON-ready facts; what is not known is None."""
-        lower, upper = self.bounds()
-        facts: dict[str, Any] = {
-            "slice": self.slice,
-            "estimator": self.estimator,
-            "target": self.target,
-            "relative_bias": self.bias.value,
-            "lower": lower,
-            "upper": upper,
-            "cosine": self.cosine,
-            "noise_floor": self.bias.noise_floor,
-            "split_half_cosine": self.bias.split_half,
-            "variance_ratio": self.variance,
-            "n_prompts": self.bias.n,
-            "n_tokens": self.n_tokens,
-            "ess_share": self.weights.ess_share,
-            "max_weight_share": self.weights.max_share,
-            "detail": self.detail,
-        }
-        return {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in facts.items()
-        }
-
-
-@dataclass
-class GradientReport:
-    """estimates: slice -> bias of the estimator without weights, for contracts.  biases: every
-    slice, estimator and target.  left_out: slice or sequence kind -> why.  facts: of the run."""
-
-    estimates: dict[str, BiasEstimate]
-    biases: list[SliceBias]
-    left_out: dict[str, str] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [one.row() for one in self.biases]
 
 
 def measure_gradient(
@@ -309,12 +247,17 @@ def _check_forward(
 ) -> float:
     """Largest |this forward's log-prob - the given one|."""
     dtype = str(reference.head().weight.dtype).removeprefix("torch.")
-    worst, where = 0.0, ""
-    for sequence, mine in zip(sequences, logprob, strict=True):
-        if len(mine):
-            name = sequence.sequence_id
-            error = float(np.abs(mine - np.asarray(given[name], np.float64)).max())
-            worst, where = max((worst, where), (error, name))
+    names = [s.sequence_id for s, mine in zip(sequences, logprob, strict=True) if len(mine)]
+    errors = np.array(
+        [
+            np.abs(mine - np.asarray(given[s.sequence_id], np.float64)).max()
+            for s, mine in zip(sequences, logprob, strict=True)
+            if len(mine)
+        ]
+    )
+    if not errors.size:
+        return 0.0
+    worst, where = float(errors.max()), names[int(errors.argmax())]  # of NaN, NaN
     limit = _SAME_FORWARD.get(dtype, 1e-2)
     if not worst <= limit:
         raise UnsoundError(

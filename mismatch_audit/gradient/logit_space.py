@@ -69,10 +69,10 @@ def score_rows(
             score *= head.scale
         onto_hidden.append((score.to(head.weight.dtype) @ head.weight).float())
         if sides is not None:
-            left.append(score @ sides[0])
+            left.append(score.float() @ sides[0])
         if bias is not None:
             total = torch.zeros(len(score), width, device=score.device)
-            bias(score, total)
+            bias(score.float(), total)
             onto_bias.append(total)
     return ScoreRows(
         torch.cat(logprob),
