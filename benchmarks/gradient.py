@@ -141,18 +141,21 @@ def training_step(
 
 def table(report: GradientReport) -> list[str]:
     lines = [
-        "| slice | estimator | against | relative bias | interval | cosine | variance | prompts |",
-        "|" + " --- |" * 8,
+        "| slice | estimator | against | relative bias | interval | bias / noise, at most | "
+        "harmless batch | variance | ESS share | prompts |",
+        "|" + " --- |" * 10,
     ]
     for row in report.rows():
         upper = "unbounded" if row["upper"] is None else f"{row['upper']:.3f}"
-        value, cosine = (
-            "–" if row[k] is None else f"{row[k]:.3f}" for k in ("relative_bias", "cosine")
+        value, noise = (
+            "–" if row[k] is None else f"{row[k]:.3f}"
+            for k in ("relative_bias", "bias_to_noise_upper")
         )
+        harmless = "any" if row["harmless_batch"] is None else f"{row['harmless_batch']:.0f}"
         lines.append(
             f"| {row['slice']} | {row['estimator']} | {row['target']} | {value} | "
-            f"{row['lower']:.3f} to {upper} | {cosine} | {row['variance_ratio']:.2f} | "
-            f"{row['n_prompts']} |"
+            f"{row['lower']:.3f} to {upper} | {noise} | {harmless} | {row['variance_ratio']:.2f} | "
+            f"{row['ess_share']:.2f} | {row['n_prompts']} |"
         )
     return lines
 

@@ -87,6 +87,8 @@ def test_rows_are_facts_of_every_slice_and_estimator(measured):
     mine = {(r["estimator"], r["target"]): r for r in rows if r["slice"] == "all"}
     none = mine["none", "sequence weights"]
     assert none["variance_ratio"] == 1.0
+    assert 0 < none["bias_to_noise"] < none["bias_to_noise_upper"] < none["upper"]
+    assert none["harmless_batch"] == pytest.approx(none["bias_to_noise_upper"] ** -2)
     assert 0 < none["ess_share"] <= 1
     assert none["noise_floor"] > 0
     assert -1.1 < none["cosine"] < 1.1

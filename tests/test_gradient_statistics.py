@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernel_contracts.confidence import u_statistic_sq_norm
 from kernel_contracts.errors import InputError
+from mismatch_audit.gradient.mean_vectors import MeanVector
 from mismatch_audit.gradient.relative import cosine_without_noise, relative_bias
 
 SEEDS = 200
@@ -81,8 +82,35 @@ def test_identical_programs_have_a_bias_of_exactly_zero():
 def test_a_gradient_lost_in_noise_gives_no_upper_end():
     """Control: the same numbers of prompts with less noise do."""
     lost = [relative_bias(*pair(s, 0.1, n=20, noise=20.0)) for s in range(20)]
-    assert np.mean([r.upper == math.inf and r.lower == 0.0 for r in lost]) > 0.85
+    assert np.mean([r.upper == math.inf for r in lost]) > 0.85
+    assert np.mean([r.lower <= 0.1 for r in lost]) >= 0.95
     assert all(relative_bias(*pair(s, 0.1, n=20, noise=0.3)).resolved for s in range(20))
+
+
+def test_a_large_bias_shows_even_where_the_gradient_is_lost():
+    """Ten times the gradient, clear by itself: no upper end, yet a lower one that is not 0."""
+    found = []
+    for seed in range(40):
+        b, g = pair(seed, 0.0, n=60, noise=8.0)
+        b = 0.05 * b
+        b[:, 2] += 10.0
+        found.append(relative_bias(b, g))
+    assert np.mean([r.lower <= 10.0 <= r.upper for r in found]) >= 0.95
+    assert np.mean([r.upper == math.inf and r.lower > 1.0 for r in found]) > 0.5
+
+
+def test_beside_the_size_of_one_prompts_gradient_there_is_always_an_upper_end():
+    """|E b| / sqrt(E|g|^2), where |E b| / |E g| has none: the truth is held."""
+    held, ends = [], []
+    for seed in range(SEEDS):
+        b, g = pair(seed, 0.5, n=60, noise=20.0)
+        b = b - 0.29 * (b - b.mean(0))
+        found = relative_bias(b, MeanVector.of(g).size())
+        truth = 0.5 / math.sqrt(1 + 20.0**2)
+        held.append(found.lower <= truth <= found.upper)
+        ends.append(found.upper)
+    assert np.mean(held) >= 0.95
+    assert max(ends) < 1.0
 
 
 def test_projections_that_disagree_widen_the_interval():

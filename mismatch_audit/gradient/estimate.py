@@ -163,7 +163,7 @@ def _slice(
         "sequence": weight_summary([float(batch.delta[i].sum()) for i in mine]),
         "token": weight_summary(np.concatenate([batch.delta[i] for i in mine])),
     }
-    base = _trace(plain)
+    base, noise = _trace(plain), MeanVector.of(plain, replicas).size()
     why = _too_heavy(weights[batch.target.level])
     jobs: list[tuple[Correction, Correction, Array]]
     jobs = [(c, batch.target, truth) for c in batch.estimators(name) if c is not batch.target]
@@ -185,6 +185,7 @@ def _slice(
                 estimator=correction.name,
                 target=against.name,
                 bias=bias,
+                noise=relative_bias(difference, noise, alpha=alpha, seed=seed),
                 cosine=cosine_without_noise(x, gradient),
                 variance=_trace(x) / base if base > 0 else math.nan,
                 n_tokens=n_tokens,

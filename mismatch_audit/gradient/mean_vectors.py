@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,15 @@ class MeanVector:
     square: unbiased squared norm of the mean, the average inner product of two different prompts
     (``kernel_contracts.confidence.u_statistic_sq_norm``).  plug_in: that of the average itself,
     inflated by noise.  left_out: ``square`` without each prompt, ``[n]``.  parts: ``square`` by
-    each of the independent projections.  largest_variance: of the mean, along any direction.
-    rest: variance of ``square`` from all other directions, at a true mean of 0.  gram: ``[n, n]``.
+    each of the independent projections; own_parts: the mean |x|^2 by each.  largest_variance: of
+    the mean, along any direction.  rest: variance of ``square`` from all other directions, at a true mean of 0.  gram: ``[n, n]``.
     """
 
     square: float
     plug_in: float
     left_out: Array
     parts: Array
+    own_parts: Array
     largest_variance: float
     rest: float
     gram: Array
@@ -67,9 +68,24 @@ class MeanVector:
             plug_in=total / n**2,
             left_out=without / ((n - 1) * (n - 2)),
             parts=np.array([_square(g) * replicas for g in grams]),
+            own_parts=np.array([np.trace(g) / n * replicas for g in grams]),
             largest_variance=float(values[-1]),
             rest=2 * float((values[:-1] ** 2).sum()),
             gram=gram,
+        )
+
+    def size(self) -> MeanVector:
+        """The mean square E|x|^2 in the place of |E x|^2: a scale that is never lost in noise."""
+        own = np.diag(self.gram)
+        square = float(own.mean())
+        return replace(
+            self,
+            square=square,
+            plug_in=square,
+            left_out=(own.sum() - own) / (self.n - 1),
+            parts=self.own_parts,
+            largest_variance=0.0,
+            rest=0.0,
         )
 
     def split_halves(self, *, splits: int = 32, seed: int = 0) -> tuple[float, float]:

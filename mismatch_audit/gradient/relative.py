@@ -30,10 +30,10 @@ class RelativeBias:
     """|E b| / |E g| and what is known about it.
 
     value: from noise-free squared norms; 0 where that of the bias is not positive, infinite where
-    that of the gradient is not.  lower, upper: two-sided interval at 1 - alpha; (0, inf) where the
-    gradient is not resolved.  squared_bias, squared_gradient: U-statistics.  noise_floor: what two
-    halves of the same prompts, in place of two programs, would give by the plug-in norm, on the
-    same scale.  split_half: cosine between the mean bias of two random halves.
+    that of the gradient is not.  lower, upper: two-sided interval at 1 - alpha; upper is infinite
+    where the gradient is not resolved, lower is 0 where the bias is not.  squared_bias, squared_gradient:
+    U-statistics.  noise_floor: what two halves of the same prompts, in place of two programs, would
+    give by the plug-in norm, on the same scale.  split_half: cosine between the mean bias of two random halves.
     """
 
     value: float
@@ -82,7 +82,7 @@ def relative_bias(
     side_g = _Side(g, float(spread[1, 1]), quantile)
     cross = float(spread[0, 1])
     upper = _upper(side_b, side_g, cross)
-    inverse = _upper(side_g, side_b, cross) if upper < math.inf else math.inf
+    inverse = _upper(side_g, side_b, cross)
     noise, cosine = b.split_halves(seed=seed)
 
     def scaled(square: float) -> float:

@@ -17,14 +17,16 @@ __all__ = ["GradientReport", "SliceBias"]
 class SliceBias:
     """One estimator against one target on one slice.
 
-    variance: trace of the covariance of the prompts' vectors, over that of the estimator without
-    weights.  cosine: between the mean gradients of estimator and target, noise removed.
+    bias: relative to the target's gradient.  noise: relative to the root mean square of one
+    prompt's gradient without weights, which is never lost in noise.  variance: trace of the
+    covariance of the prompts' vectors, over that of the estimator without weights.  cosine: between the mean gradients of estimator and target, noise removed.
     """
 
     slice: str
     estimator: str
     target: str
     bias: RelativeBias
+    noise: RelativeBias
     cosine: float
     variance: float
     n_tokens: int
@@ -34,6 +36,17 @@ class SliceBias:
     def bounds(self) -> tuple[float, float]:
         """(lower, upper); nothing is claimed where a few responses carry the target."""
         return (0.0, math.inf) if self.detail else (self.bias.lower, self.bias.upper)
+
+    @property
+    def harmless_batch(self) -> float:
+        """Prompts of a batch whose sampling noise is as large as the bias may be (upper end).
+
+        The mean of B prompts is off by about rms / sqrt(B) at random; below this B the bias hides
+        in that. Infinite where there is no bias, 0 where nothing is claimed.
+        """
+        if self.detail or self.noise.upper == math.inf:
+            return 0.0
+        return 1 / self.noise.upper**2 if self.noise.upper > 0 else math.inf
 
     def row(self) -> dict[str, Any]:
         """JSON-ready facts; what is not known is None."""
@@ -45,6 +58,10 @@ class SliceBias:
             "relative_bias": self.bias.value,
             "lower": lower,
             "upper": upper,
+            "bias_to_noise": self.noise.value,
+            "bias_to_noise_lower": self.noise.lower if not self.detail else 0.0,
+            "bias_to_noise_upper": self.noise.upper if not self.detail else math.inf,
+            "harmless_batch": self.harmless_batch,
             "cosine": self.cosine,
             "noise_floor": self.bias.noise_floor,
             "split_half_cosine": self.bias.split_half,
