@@ -22,11 +22,11 @@ class MeanVector:
     """What inference on |E x| needs of vectors ``[n, d]``.
 
     square: unbiased squared norm of the mean, the average inner product of two different prompts
-    (``kernel_contracts.confidence.u_statistic_sq_norm``).   plug_in: that of the average itself,
-    inflated by noise.   left_out: ``square`` without each prompt, ``[n]``.   parts: ``square`` by
-    each of the independent projections; own_parts: the mean |x|^2 by each.   largest_variance: of
-    the mean, along any direction.   rest: variance of ``square`` from all other directions, at a
-    true mean of 0.   gram: ``[n, n]``.
+    (``kernel_contracts.confidence.u_statistic_sq_norm``).  plug_in: that of the average itself,
+    inflated by noise.  left_out: ``square`` without each prompt, ``[n]``.  parts: ``square`` by
+    each of the independent projections; own_parts: the mean |x|^2 by each.  largest_variance: of
+    the mean, along any direction.  rest: variance of ``square`` from all other directions, at a
+    true mean of 0.  gram: ``[n, n]``.
     """
 
     square: float

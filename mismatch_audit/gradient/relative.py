@@ -30,10 +30,10 @@ class RelativeBias:
     """|E b| / |E g| and what is known about it.
 
     value: from noise-free squared norms; 0 where that of the bias is not positive, infinite where
-    that of the gradient is not.   lower, upper: two-sided interval at 1 - alpha; upper is infinite
-    where the gradient is not resolved, lower is 0 where the bias is not.   squared_bias,
-    squared_gradient: U-statistics.   noise_floor: what two halves of the same prompts, in place of
-    two programs, would give by the plug-in norm, on the same scale.   split_half: cosine between
+    that of the gradient is not.  lower, upper: two-sided interval at 1 - alpha; upper is infinite
+    where the gradient is not resolved, lower is 0 where the bias is not.  squared_bias,
+    squared_gradient: U-statistics.  noise_floor: what two halves of the same prompts, in place of
+    two programs, would give by the plug-in norm, on the same scale.  split_half: cosine between
     the mean bias of two random halves.
     """
 

@@ -17,9 +17,9 @@ __all__ = ["GradientReport", "SliceBias"]
 class SliceBias:
     """One estimator against one target on one slice.
 
-    bias: relative to the target's gradient.   noise: relative to the root mean square of one
-    prompt's gradient without weights, which is never lost in noise.   variance: trace of the
-    covariance of the prompts' vectors, over that of the estimator without weights.   cosine:
+    bias: relative to the target's gradient.  noise: relative to the root mean square of one
+    prompt's gradient without weights, which is never lost in noise.  variance: trace of the
+    covariance of the prompts' vectors, over that of the estimator without weights.  cosine:
     between the mean gradients of estimator and target, noise removed.
     """
 
