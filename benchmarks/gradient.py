@@ -2,7 +2,7 @@
 
     python benchmarks/gradient.py [--prompts 192] [--max-tokens 48] [--threads 2] [--write]
 
-Rollouts are drawn from the sample model with its weights rounded to 8 bits (float8 e4m3), in
+Rollouts are drawn from the sample model with its matrices rounded to 8-bit integers, in
 float32: an engine that is off by a known cause, in one process. Prints, on the same tokens: seconds
 and peak memory of an ordinary training step (forward, full backward, no optimiser) and of the
 measurement; then the bias of every estimator. Exit 1 if the measurement takes more than 3 training
@@ -58,13 +58,13 @@ def measured(function: Callable[[], Any]) -> tuple[float, int, Any]:
 
 
 def served_copy(reference: TransformersReference) -> TransformersReference:
-    """The same model with matrices rounded through float8, one scale a row, as an engine would."""
+    """The same model with matrices rounded to 8-bit integers, one scale a row, as engines serve."""
     other = TransformersReference(str(reference.path), reference.settings)
     with torch.no_grad():
         for p in other.model.parameters():
             if p.ndim == 2:
-                scale = p.abs().amax(1, keepdim=True) / 448
-                p.copy_((p / scale).to(torch.float8_e4m3fn).to(p.dtype) * scale)
+                scale = p.abs().amax(1, keepdim=True) / 127
+                p.copy_((p / scale).round() * scale)
     return other
 
 
