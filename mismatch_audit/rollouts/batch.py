@@ -1,0 +1,175 @@
+"""A record batch of sequences as flat arrays: what the statistics and the checks work on."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mismatch_audit.rollouts.schema import LISTS, SCALARS, Origin
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Array = npt.NDArray[Any]
+
+_MISSING: dict[str, Any] = {"bool": False, "int8": -1, "int16": -1, "int32": -1, "int64": -1}
+
+
+class TokenBatch:
+    """S sequences with N tokens in all. Arrays are views where Arrow allows, so read-only.
+
+    records: rows in the schema of ``sequence_schema``; columns may be absent.  source, first_row:
+    file and row of the first sequence, for messages.
+    Nulls: NaN in float columns; -1 in integer columns (False in bool ones): ask ``present``.
+    """
+
+    def __init__(self, records: pa.RecordBatch, source: str = "", first_row: int = 0) -> None:
+        self.records, self.source, self.first_row = records, source, first_row
+
+    @property
+    def n_sequences(self) -> int:
+        return int(self.records.num_rows)
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @cached_property
+    def offsets(self) -> Array:
+        """``[S + 1]`` int64: sequence s owns tokens ``offsets[s]:offsets[s + 1]``."""
+        column = self.records.column("token_ids")
+        raw = column.offsets.to_numpy().astype(np.int64)
+        return np.asarray(raw - raw[0])
+
+    @cached_property
+    def lengths(self) -> Array:
+        """``[S]`` int64 tokens a sequence."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def sequence_of(self) -> Array:
+        """``[N]`` int32: which sequence a token belongs to."""
+        return np.repeat(np.arange(self.n_sequences, dtype=np.int32), self.lengths)
+
+    @cached_property
+    def index_in_sequence(self) -> Array:
+        """``[N]`` int32: position in the sequence, prompt included."""
+        return (np.arange(self.n_tokens) - self.spread(self.offsets[:-1])).astype(np.int32)
+
+    @cached_property
+    def position(self) -> Array:
+        """``[N]`` int32: position in the response; negative in the prompt."""
+        return self.index_in_sequence - self.spread(self.scalar("prompt_len")).astype(np.int32)
+
+    def has(self, name: str) -> bool:
+        """Whether the column is there and holds at least one value."""
+        if name not in self.records.schema.names:
+            return False
+        column = self.records.column(name)
+        if column.null_count == len(column):
+            return False
+        return name not in LISTS or bool(self.present(name).any())
+
+    def spread(self, per_sequence: Array) -> Array:
+        """``[S]`` -> ``[N]``: each token gets its sequence's value."""
+        return np.repeat(per_sequence, self.lengths)
+
+    def scalar(self, name: str) -> Array:
+        """``[S]`` of a per-sequence column; strings as an object array with None."""
+        kind = SCALARS[name]
+        if name not in self.records.schema.names:
+            return _absent(kind, self.n_sequences)
+        column = self.records.column(name)
+        if kind == "string":
+            return np.asarray(column.to_numpy(zero_copy_only=False), dtype=object)
+        return _filled(column, kind)
+
+    def tokens(self, name: str) -> Array:
+        """``[N]`` of a per-token column; a null list counts as nulls."""
+        return self._flat[name]
+
+    def present(self, name: str) -> Array:
+        """``[N]`` bool: the token has a value (NaN counts as none)."""
+        values = self._flat[name]
+        if values.dtype.kind == "f":
+            return ~np.isnan(values)
+        return self._valid[name]
+
+    @cached_property
+    def sampled(self) -> Array:
+        """``[N]`` bool: tokens drawn from the policy and trained on: origin SAMPLED (the whole
+        response where the source does not say) and in the loss mask."""
+        if self.has("origin"):
+            mask = self.tokens("origin") == Origin.SAMPLED
+        else:
+            mask = self.position >= 0
+        return mask & self.tokens("loss_mask") if self.has("loss_mask") else mask
+
+    @cached_property
+    def both(self) -> Array:
+        """``[N]`` bool: sampled, with a finite log-prob on both sides."""
+        sampler, trainer = self.tokens("sampler_logprob"), self.tokens("trainer_logprob")
+        return self.sampled & np.isfinite(sampler) & np.isfinite(trainer)
+
+    @cached_property
+    def log_ratio(self) -> Array:
+        """``[N]`` float64: log p - log q (trainer less sampler) of the token; NaN where unknown."""
+        sampler = self.tokens("sampler_logprob").astype(np.float64)
+        return np.asarray(self.tokens("trainer_logprob").astype(np.float64) - sampler)
+
+    @cached_property
+    def _flat(self) -> _Lazy:
+        return _Lazy(lambda name: self._flatten(name)[0])
+
+    @cached_property
+    def _valid(self) -> _Lazy:
+        return _Lazy(lambda name: self._flatten(name)[1])
+
+    def _flatten(self, name: str) -> tuple[Array, Array]:
+        kind, n = LISTS[name], self.n_tokens
+        if name not in self.records.schema.names:
+            return _absent(kind, n), np.zeros(n, dtype=bool)
+        column = self.records.column(name)
+        if column.null_count == 0:
+            inner = column.flatten()
+            valid = np.ones(n, dtype=bool)
+            if inner.null_count:
+                valid = inner.is_valid().to_numpy(zero_copy_only=False)
+            return _filled(inner, kind), valid
+        values, valid = _absent(kind, n), np.zeros(n, dtype=bool)
+        rows = np.repeat(column.is_valid().to_numpy(zero_copy_only=False), self.lengths)
+        inner = column.drop_null().flatten()
+        values[rows] = _filled(inner, kind)
+        valid[rows] = inner.is_valid().to_numpy(zero_copy_only=False)
+        return values, valid
+
+
+class _Lazy(dict[str, Array]):
+    """Columns decoded once, when first asked for."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Array:
+        self[name] = self._make(name)
+        return self[name]
+
+
+def _absent(kind: str, n: int) -> Array:
+    if kind == "string":
+        return np.full(n, None, dtype=object)
+    if kind.startswith("float"):
+        return np.full(n, np.nan, dtype=kind)
+    return np.full(n, _MISSING[kind], dtype=kind)
+
+
+def _filled(column: pa.Array, kind: str) -> Array:
+    if kind.startswith("float"):
+        return np.asarray(column.to_numpy(zero_copy_only=False), dtype=kind)
+    if column.null_count:
+        column = column.fill_null(_MISSING[kind])
+    return np.asarray(column.to_numpy(zero_copy_only=False), dtype=kind)
