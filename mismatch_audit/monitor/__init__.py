@@ -1,0 +1,1 @@
+"""After the release: mirrored traffic, sequential evidence, alarms."""

@@ -1,0 +1,1 @@
+"""From an audit to full traffic, stage by stage, each on evidence."""
