@@ -103,16 +103,16 @@ class TokenBatch:
         """``[N]`` bool: tokens drawn from the policy and trained on: origin SAMPLED (the whole
         response where the source does not say) and in the loss mask."""
         if self.has("origin"):
-            mask = self.tokens("origin") == Origin.SAMPLED
+            mask = np.asarray(self.tokens("origin") == Origin.SAMPLED)
         else:
-            mask = self.position >= 0
-        return mask & self.tokens("loss_mask") if self.has("loss_mask") else mask
+            mask = np.asarray(self.position >= 0)
+        return np.asarray(mask & self.tokens("loss_mask")) if self.has("loss_mask") else mask
 
     @cached_property
     def both(self) -> Array:
         """``[N]`` bool: sampled, with a finite log-prob on both sides."""
         sampler, trainer = self.tokens("sampler_logprob"), self.tokens("trainer_logprob")
-        return self.sampled & np.isfinite(sampler) & np.isfinite(trainer)
+        return np.asarray(self.sampled & np.isfinite(sampler) & np.isfinite(trainer))
 
     @cached_property
     def log_ratio(self) -> Array:

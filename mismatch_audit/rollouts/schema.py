@@ -62,8 +62,8 @@ SCALARS: dict[str, str] = {
 }
 """Per sequence. group_id: the prompt, the unit of statistics (sample_id where null). step: the
 trainer's step that consumes the row. weights_version_*: of the sampler, over a rollout that was
-resumed; trainer_version: weights of ``trainer_logprob``. sequence_advantage: where the trainer keeps
-one number a sequence. engine_age: weight updates since the engine started."""
+resumed; trainer_version: weights of ``trainer_logprob``. sequence_advantage: where the trainer
+keeps one number a sequence. engine_age: weight updates since the engine started."""
 
 LISTS: dict[str, str] = {
     "token_ids": "int32",
@@ -85,8 +85,8 @@ LISTS: dict[str, str] = {
     "routing_changed": "bool",
     "token_temperature": "float32",
 }
-"""Per token. sampler_logprob: what the engine drew the token with; trainer_logprob: the trainer's own
-(the old policy, before the update); current_logprob: in the loss; rescore_logprob: the engine's
+"""Per token. sampler_logprob: what the engine drew the token with; trainer_logprob: the trainer's
+own (the old policy, before the update); current_logprob: in the loss; rescore_logprob: the engine's
 prefill of the same tokens, at the trainer's version; loss_mask: before any rejection, kept_mask:
 after it; applied_weight: importance weight that multiplied the loss; kept_mass: probability of the
 top-p/top-k support; routing_changed: an expert choice differed between sampler and trainer."""
