@@ -218,12 +218,12 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve() -> int:
+def serve(worker: Worker | None = None) -> int:
     """Answer operations until stdin closes."""
     _die_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever vLLM prints must not break the protocol
-    worker = Worker()
+    worker = worker or Worker()
     for line in sys.stdin:
         message = json.loads(line)
         operation = message.pop("op")
