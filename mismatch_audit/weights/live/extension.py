@@ -1,0 +1,359 @@
+"""vLLM worker extension: what the layers of a running engine apply, and pushes into it.
+
+    vllm serve ... --worker-extension-cls mismatch_audit.weights.live.extension.WeightExtension
+
+Arguments and results are JSON; tensors travel as safetensors files, which the server and the
+auditor must both see. Every method runs on every rank. Linear layers are read by identity rows
+through ``quant_method.apply``, which is what their forward calls: on a CPU vLLM packs the weights
+away (the parameter keeps no element), on a GPU kernels use repacked copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mismatch_audit.programs.capture import CaptureExtension
+
+_CHUNK = 256
+_SHARD_BYTES = 1 << 30
+_LOADERS = ("vllm.model_executor.model_loader.reload.inplace",
+            "vllm.model_executor.model_loader.reload.layerwise")  # fmt: skip
+# int8 payloads of at most 127 come back exactly when the kernel's output is good to 1 part in 256.
+_SCALE_TOLERANCE = 2**-7
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Complaints(logging.Handler):
+    """What the loader says about weights that it was not given."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "not loaded" in text or "Failed to load" in text:
+            self.lines.append(text[:500])
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
+                yield name, file.get_tensor(name)
+
+
+class _Shards:
+    """Tensors of one rank, written in files of about a gibibyte."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank, self.count = folder, rank, 0
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.bytes = self.names = 0
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        self.waiting[name] = value.detach().cpu().contiguous().clone()
+        self.bytes, self.names = self.bytes + value.nbytes, self.names + 1
+        if sum(item.nbytes for item in self.waiting.values()) >= _SHARD_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        if self.waiting:
+            save_file(
+                self.waiting, self.folder / f"served-rank-{self.rank}-{self.count:05d}.safetensors"
+            )
+            self.waiting, self.count = {}, self.count + 1
+
+
+class WeightExtension(CaptureExtension):
+    """Methods that vLLM adds to its worker class; capture's come along, as there is one class."""
+
+    rank: int
+    vllm_config: Any
+
+    def _audit_model(self) -> Any:
+        return self.model_runner.get_model()
+
+    def _audit_linears(self) -> dict[str, Any]:
+        """Linear layers, and the head, by module name."""
+        found = {}
+        for name, module in self._audit_model().named_modules():
+            method = getattr(module, "quant_method", None)
+            if method is None or not hasattr(method, "apply"):
+                continue
+            if hasattr(module, "input_size") or type(module).__name__.endswith("LMHead"):
+                found[name] = module
+        return found
+
+    def _audit_width(self, module: Any) -> int:
+        for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
+            if hasattr(module, attribute):
+                return int(getattr(module, attribute))
+        raise RuntimeError(f"mismatch-audit: {type(module).__name__} has no input width")
+
+    def _audit_scheme(self, module: Any) -> str | None:
+        """How a layer stores its weight: None unquantised, a scheme's name, or unknown."""
+        method = type(getattr(module, "quant_method", None)).__name__
+        if method in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+            return None
+        inner = type(getattr(module, "scheme", None)).__name__
+        scale = getattr(module, "weight_scale", None)
+        rows = sum(getattr(module, "logical_widths", [])) or None
+        if "Int8" in inner and isinstance(scale, torch.Tensor) and scale.numel() == rows:
+            return "channel_int8"
+        return "unknown"
+
+    def _audit_run(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        """x W^T through the layer's own kernel, without bias and without collectives."""
+        with torch.inference_mode():
+            return module.quant_method.apply(module, x, None)
+
+    def _audit_effective(self, module: Any) -> torch.Tensor:
+        width, dtype = self._audit_width(module), self.model_runner.model_config.dtype
+        eye = torch.eye(width, dtype=dtype, device=self.model_runner.device)
+        parts = [
+            self._audit_run(module, eye[at : at + _CHUNK].contiguous())
+            for at in range(0, width, _CHUNK)
+        ]
+        weight = torch.cat(parts).t()
+        shard = getattr(module, "shard_indices", None)  # the head: without its padding rows
+        return weight[: shard.num_org_elements] if shard is not None else weight
+
+    def audit_weights_facts(self) -> dict[str, Any]:
+        """What runs, read from live objects; the model's config comes along."""
+        import vllm
+
+        config, runner = self.vllm_config, self.model_runner
+        model = config.model_config
+        numel = {n: p.numel() for n, p in self._audit_model().named_parameters()}
+        return {
+            "program": "vllm",
+            "version": vllm.__version__,
+            "torch": torch.__version__,
+            **self.audit_facts(),
+            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "quantization": model.quantization,
+            "enforce_eager": bool(model.enforce_eager),
+            "max_model_len": int(model.max_model_len),
+            "vocab_size": int(model.get_vocab_size()),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "block_size": int(config.cache_config.block_size),
+            "rank": int(getattr(self, "rank", 0)),
+            "ranks": int(config.parallel_config.world_size),
+            "checkpoint": str(model.model),
+            "empty_parameters": sorted(n for n, count in numel.items() if not count),
+            "device": str(runner.device),
+            "config": _plain(model.hf_config.to_dict()),
+        }
+
+    def audit_weights_layers(self) -> list[dict[str, Any]]:
+        """Linear layers: name, parts (unfused names), sizes of this rank, scheme."""
+        model = self._audit_model()
+        packed = getattr(model, "packed_modules_mapping", None) or {}
+        dtype = _name(self.model_runner.model_config.dtype)
+        out = []
+        for name, module in self._audit_linears().items():
+            prefix, _, leaf = name.rpartition(".")
+            parts = [f"{prefix}.{p}" if prefix else p for p in packed.get(leaf, [leaf])]
+            shard = getattr(module, "shard_indices", None)
+            rows = getattr(module, "output_size_per_partition", getattr(module, "output_size", 0))
+            out.append(
+                {
+                    "name": name,
+                    "parts": parts,
+                    "in_features": self._audit_width(module),
+                    "out_features": int(shard.num_org_elements if shard is not None else rows),
+                    "dtype": dtype,
+                    "scheme": self._audit_scheme(module),
+                    "method": type(module.quant_method).__name__,
+                }
+            )
+        return out
+
+    def audit_weights_parameters(self) -> list[list[Any]]:
+        """[name, shape, dtype] of parameters and buffers."""
+        model = self._audit_model()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return [[name, list(value.shape), _name(value.dtype)] for name, value in named]
+
+    def audit_weights_push(self, folder: str) -> dict[str, Any]:
+        """Load a checkpoint folder's tensors in place; layers that it does not name are kept."""
+        sent: dict[str, int] = {}
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in _stored(Path(folder)):
+                sent[name] = value.nbytes
+                yield name, value
+
+        complaints, started = _Complaints(), time.perf_counter()
+        loggers = [logging.getLogger(name) for name in _LOADERS]
+        for logger in loggers:
+            logger.addHandler(complaints)
+        try:
+            self.model_runner.reload_weights(weights_iterator=tensors())
+        finally:
+            for logger in loggers:
+                logger.removeHandler(complaints)
+        return {
+            "tensors": len(sent),
+            "bytes": sum(sent.values()),
+            "seconds": time.perf_counter() - started,
+            "not_loaded": complaints.lines,
+        }
+
+    def audit_weights_apply(self, source: str, folder: str) -> list[str]:
+        """Rows of ``source`` ({layer: x}) through the live layers, into ``folder``."""
+        linears, dtype = self._audit_linears(), self.model_runner.model_config.dtype
+        out = {}
+        for name, x in load_file(source).items():
+            if name not in linears:
+                raise RuntimeError(f"no linear layer {name!r}")
+            rows = self._audit_run(linears[name], x.to(self.model_runner.device, dtype))
+            shard = getattr(linears[name], "shard_indices", None)
+            rows = rows[:, : shard.num_org_elements] if shard is not None else rows
+            out[name] = rows.cpu().contiguous()
+        save_file(out, Path(folder) / f"applied-rank-{getattr(self, 'rank', 0)}-0.safetensors")
+        return sorted(out)
+
+    def audit_weights_effective(self, layer: str, path: str) -> list[int]:
+        """One layer's matrix [out, in] of this rank into ``path`` (rank 0 writes)."""
+        linears = self._audit_linears()
+        if layer not in linears:
+            raise RuntimeError(f"no linear layer {layer!r}")
+        weight = self._audit_effective(linears[layer]).cpu().contiguous()
+        if getattr(self, "rank", 0) == 0:
+            save_file({"weight": weight}, path)
+        return list(weight.shape)
+
+    def audit_weights_read(self, folder: str) -> dict[str, Any]:
+        """Write what this rank applies as a checkpoint. unread: parameters that nothing covers."""
+        shards = _Shards(Path(folder), int(getattr(self, "rank", 0)))
+        linears = self._audit_linears()
+        done: set[str] = set()
+        unread: list[str] = []
+        off_scale: list[str] = []
+        for name, module in linears.items():
+            scheme = self._audit_scheme(module)
+            done |= {f"{name}.{leaf}" for leaf in ("weight", "weight_scale")}
+            if scheme is None:
+                shards.add(f"{name}.weight", self._audit_effective(module))
+            elif scheme == "channel_int8":
+                payload, scale, agrees = self._audit_int8(module)
+                shards.add(f"{name}.weight", payload)
+                shards.add(f"{name}.weight_scale", scale)
+                if not agrees:
+                    off_scale.append(name)
+            else:
+                unread.append(f"{name}.weight")
+        rotary = self._audit_rotary()
+        if rotary is not None:
+            shards.add("model.rotary_emb.inv_freq", rotary)
+        for name, value in self._audit_model().named_parameters():
+            owner = self._audit_model().get_submodule(name.rpartition(".")[0])
+            if name in done or not value.is_floating_point():
+                continue
+            if not value.numel():
+                unread.append(name)
+                continue
+            shard = getattr(owner, "shard_indices", None)
+            shards.add(name, value[: shard.num_org_elements] if shard is not None else value)
+        shards.write()
+        return {
+            "tensors": shards.names,
+            "bytes": shards.bytes,
+            "unread": unread,
+            "off_scale": off_scale,
+        }
+
+    def _audit_int8(self, module: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """(payload, scale, whether the kernel uses that scale) of a per-channel int8 layer.
+
+        The kernel's packed payload is read by identity rows and divided by the scale parameter;
+        where the quotient is no whole number of steps, the kernel holds another scale, which is
+        then taken from its largest entry (127 steps).
+        """
+        weight = self._audit_effective(module).float()
+        scale = module.weight_scale.detach().float().reshape(-1, 1)
+        whole = (weight / scale).round()
+        error = (weight - whole * scale).norm() / weight.norm()
+        agrees = bool(error <= _SCALE_TOLERANCE) and float(whole.abs().max()) <= 128
+        if not agrees and bool(torch.isfinite(weight).all()):
+            scale = weight.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+            whole = (weight / scale).round()
+        payload = torch.nan_to_num(whole, nan=0.0, posinf=127, neginf=-128).clamp(-128, 127)
+        return payload.to(torch.int8), scale, agrees
+
+    def _audit_rotary(self) -> torch.Tensor | None:
+        """Inverse frequencies [head_dim / 2] of the live cos/sin table: angles at position 1."""
+        for module in self._audit_model().modules():
+            table = getattr(module, "cos_sin_cache", None)
+            if type(module).__name__ == "RotaryEmbedding" and isinstance(table, torch.Tensor):
+                cos, sin = table[1].float().chunk(2)
+                return torch.atan2(sin, cos)
+        return None
+
+    def audit_weights_fill(self) -> dict[str, int]:
+        """Mark the scales of every layer as unwritten; how many were marked."""
+        marked = 0
+        for module in self._audit_linears().values():
+            scale = getattr(module, "weight_scale", None)
+            if self._audit_scheme(module) is not None and isinstance(scale, torch.Tensor):
+                with torch.inference_mode():
+                    if scale.dtype == torch.uint8:
+                        scale.fill_(0xFF)
+                    elif scale.numel():
+                        scale.fill_(math.nan)
+                marked += 1
+        return {"marked": marked}
+
+    def audit_weights_checksums(self) -> dict[str, str]:
+        """The engine's own digests, under its own names."""
+        own = getattr(self, "compute_weight_checksums", None)
+        return dict(own()) if own is not None else {}
+
+    def audit_weights_keep(self, layer: str) -> list[str]:
+        """Fault injection: hold on to what a layer's kernel has now (see ``restore``)."""
+        module = self._audit_model().get_submodule(layer)
+        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+        self._audit_kept = [
+            (owner, attribute, getattr(owner, attribute))
+            for owner, attribute in (
+                (module, "cpu_linear"), (kernel, "dnnl_handler"), (module, "cos_sin_cache")
+            )
+            if owner is not None and hasattr(owner, attribute)
+        ]  # fmt: skip
+        return [attribute for _, attribute, _ in self._audit_kept]
+
+    def audit_weights_restore(self) -> int:
+        """Fault injection: put the kept copies back, as an update that misses them would."""
+        for owner, attribute, value in self._audit_kept:
+            setattr(owner, attribute, value)
+        return len(self._audit_kept)
+
+    def audit_weights_zero(self, buffer: str) -> int:
+        """Fault injection: zero every buffer of this name."""
+        owners = [m for m in self._audit_model().modules() if hasattr(m, buffer)]
+        for owner in owners:
+            getattr(owner, buffer).zero_()
+        return len(owners)
+
+
+def _plain(value: Any) -> Any:
+    """Only what JSON can hold."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
