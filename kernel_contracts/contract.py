@@ -29,6 +29,7 @@ from kernel_contracts.definitions import (
     SliceDefinition,
     When,
 )
+from kernel_contracts.promotion import Promotion
 
 __all__ = [
     "SCHEMA",
@@ -40,6 +41,7 @@ __all__ = [
     "NumericalClause",
     "ObservabilityClause",
     "Pair",
+    "Promotion",
     "RuntimeClause",
     "SliceDefinition",
     "StatisticalClause",
@@ -75,6 +77,8 @@ class Contract(Strict):
     """What the job can bear."""
     escalation: Annotated[tuple[EscalationRule, ...], Field(strict=False)] = ()
     """What is done about a verdict, in order: the first rule that matches decides."""
+    promotion: Promotion | None = None
+    """What each stage from an audit to full traffic must show (docs/promotion.md)."""
     alpha: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     """Error probability of a verdict: of a false PASS, and of a false FAIL, of one clause on one
     slice."""
@@ -122,4 +126,6 @@ class Contract(Strict):
                     written["ceiling"] = clause.upper_end
                 if not clause.needs_tail:
                     del written["tail"]
+        if self.promotion is None:  # so that digests from before this section stay true
+            del document["promotion"]
         return document

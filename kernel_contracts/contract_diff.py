@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kernel_contracts.contract import SECTIONS, Contract
+from kernel_contracts.promotion import LIVE_STAGES
 
 Direction = Literal["tighter", "looser", "added", "removed", "other"]
 
@@ -18,13 +19,14 @@ _LOWER_IS_TIGHTER = frozenset(
         "warn",
         "tail",
         "max_missing",
+        "max_unusable",
         "alpha",
         "reward_drift",
         "flip_budget",
         "bias_budget",
     }
 )
-_HIGHER_IS_TIGHTER = frozenset({"at_least", "min_prompts"})
+_HIGHER_IS_TIGHTER = frozenset({"at_least", "min_prompts", "min_tokens", "min_hours"})
 _MORE_IS_TIGHTER = frozenset({"slices", "require", "same"})
 _REMADE = ("metric", "probe", "path", "weight")
 """A clause with another one of these is another promise: its numbers cannot be compared."""
@@ -55,8 +57,19 @@ def diff_contracts(before: Contract, after: Contract) -> list[Change]:
         *_whole("slices", a["slices"], b["slices"]),
         *_clauses(a, b, _default_ceilings(before) & _default_ceilings(after)),
         *_fields("budget.", a["budget"], b["budget"]),
+        *_promotion(a.get("promotion"), b.get("promotion")),
         *_rules(a["escalation"], b["escalation"]),
     ]
+
+
+def _promotion(before: Any, after: Any) -> Iterator[Change]:
+    if before is None or after is None:
+        yield from _fields("", {"promotion": before}, {"promotion": after})
+        return
+    for stage in LIVE_STAGES:
+        yield from _fields(f"promotion.{stage}.", before[stage], after[stage])
+    old, new = ({k: v for k, v in side.items() if k not in LIVE_STAGES} for side in (before, after))
+    yield from _fields("promotion.", old, new)
 
 
 def _top(document: Mapping[str, Any]) -> dict[str, Any]:

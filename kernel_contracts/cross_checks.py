@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_contracts.predicates import closest
+from kernel_contracts.promotion import LIVE_STAGES, SAMPLED_METRICS
 from kernel_contracts.vocabulary import TOKEN_COLUMNS
 
 Place = tuple[str | int, ...]
@@ -49,6 +50,7 @@ def cross_check(document: Mapping[str, Any]) -> list[Mistake]:
         *_slices_exist(document, {"all", *map(str, slices)}),
         *_required_columns(document),
         *_escalation_names(document, slices),
+        *_promotion_names(document),
     ]
 
 
@@ -140,6 +142,34 @@ def _escalation_names(document: Mapping[str, Any], slices: Mapping[str, Any]) ->
         ):
             if isinstance(name, str) and not _names_slice(name, slices):
                 yield Mistake(place, f"no slice {name!r}", closest(name, {"all", *slices}))
+
+
+def _promotion_names(document: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Stages name clauses that traffic can show, and have at least one."""
+    promotion = document.get("promotion")
+    if not isinstance(promotion, Mapping):
+        return
+    metric = {str(c.get("id")): c.get("metric") for _, c in _clauses(document)}
+    shown = {i for i, m in metric.items() if m in SAMPLED_METRICS}
+    if not shown:
+        yield Mistake(
+            ("promotion",),
+            "no clause is on a metric that sampled tokens can show",
+            f"add one on {', '.join(sorted(SAMPLED_METRICS))}",
+        )
+    for stage in LIVE_STAGES:
+        rule = promotion.get(stage)
+        names = _list(rule.get("clauses")) if isinstance(rule, Mapping) else []
+        for index, name in enumerate(names):
+            place = ("promotion", stage, "clauses", index)
+            if isinstance(name, str) and name not in metric:
+                yield Mistake(place, f"no clause {name!r}", closest(name, metric.keys()))
+            elif isinstance(name, str) and name not in shown:
+                yield Mistake(
+                    place,
+                    f"{name} is on {metric[name]}, which sampled tokens do not show",
+                    f"metrics that they show: {', '.join(sorted(SAMPLED_METRICS))}",
+                )
 
 
 def _names_slice(name: str, slices: Mapping[str, Any]) -> bool:
