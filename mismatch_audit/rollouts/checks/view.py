@@ -1,0 +1,143 @@
+"""What most checks need of a batch, worked out once: the comparable tokens and sums a sequence."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mismatch_audit.rollouts.batch import TokenBatch
+
+Array = npt.NDArray[Any]
+
+LOG_RATIO_CAP = 20.0
+"""|log p - log q| beyond this counts as this much: exp stays finite (verl's SAFETY_BOUND)."""
+
+
+class TokenView:
+    """The M tokens of a batch with a log-prob on both sides, packed; S sequences.
+
+    Sums a sequence rather than a token are what the checks keep: tokens of one sequence hang
+    together, so a test that counts them as independent cries wolf.
+    """
+
+    def __init__(self, batch: TokenBatch) -> None:
+        self.batch = batch
+
+    @cached_property
+    def where(self) -> Array:
+        """``[M]`` int64: index of each packed token in the batch."""
+        return np.flatnonzero(self.batch.both)
+
+    @cached_property
+    def n(self) -> Array:
+        """``[S]`` float64: comparable tokens a sequence."""
+        return self._edges[1:] - self._edges[:-1] + 0.0
+
+    @cached_property
+    def _edges(self) -> Array:
+        return np.searchsorted(self.where, self.batch.offsets)
+
+    def pack(self, name: str) -> Array:
+        """``[M]`` values of a token column."""
+        return np.asarray(self.batch.tokens(name)[self.where])
+
+    @cached_property
+    def sampler(self) -> Array:
+        """``[M]`` float32: log q."""
+        return self.pack("sampler_logprob")
+
+    @cached_property
+    def trainer(self) -> Array:
+        """``[M]`` float32: log p."""
+        return self.pack("trainer_logprob")
+
+    @cached_property
+    def d(self) -> Array:
+        """``[M]`` float64: log p - log q, within ``LOG_RATIO_CAP``."""
+        return np.clip(self.batch.log_ratio[self.where], -LOG_RATIO_CAP, LOG_RATIO_CAP)
+
+    @cached_property
+    def abs_d(self) -> Array:
+        """``[M]`` float64."""
+        return np.abs(self.d)
+
+    @cached_property
+    def ratio(self) -> Array:
+        """``[M]`` float64: p/q."""
+        return np.exp(self.d)
+
+    def sums(self, values: Array) -> Array:
+        """``[M] -> [S]`` float64 sums a sequence (0 for one without comparable tokens)."""
+        return segment_sums(values, self._edges)
+
+    @cached_property
+    def sum_d(self) -> Array:
+        return self.sums(self.d)
+
+    @cached_property
+    def sum_abs(self) -> Array:
+        return self.sums(self.abs_d)
+
+    @cached_property
+    def sum_ratio(self) -> Array:
+        return self.sums(self.ratio)
+
+    @cached_property
+    def sum_k3(self) -> Array:
+        """``[S]``: sum of r - 1 - log r, an estimate of KL(q || p) a token."""
+        return self.sum_ratio - self.n - self.sum_d
+
+    @cached_property
+    def last(self) -> Array:
+        """``[S']`` int64: packed index of each sequence's last comparable token."""
+        return self._edges[1:][self.n > 0] - 1
+
+    @cached_property
+    def clusters(self) -> Array:
+        """``[S]`` int64: the prompt a sequence belongs to, numbered within the batch."""
+        names = keys(self.batch)
+        return np.unique(names.astype(str), return_inverse=True)[1]
+
+    @cached_property
+    def version(self) -> Array:
+        """``[S]`` int64: the sampler's weights version (the newest it used), -1 unknown."""
+        newest = self.batch.scalar("weights_version_max")
+        if not (newest < 0).any():
+            return newest
+        return np.where(newest < 0, self.batch.scalar("weights_version_min"), newest)
+
+    @cached_property
+    def lag(self) -> Array:
+        """``[S]`` int64: trainer's version less the sampler's oldest; 0 where either is unknown."""
+        trainer = self.batch.scalar("trainer_version")
+        oldest = self.batch.scalar("weights_version_min")
+        oldest = np.where(oldest < 0, self.version, oldest)
+        return np.where((trainer >= 0) & (oldest >= 0), trainer - oldest, 0)
+
+
+def view(batch: TokenBatch) -> TokenView:
+    """The batch's view, built by the first check that asks."""
+    held = batch.__dict__.get("_token_view")
+    if held is None:
+        held = batch.__dict__["_token_view"] = TokenView(batch)
+    return held
+
+
+def keys(batch: TokenBatch) -> Array:
+    """``[S]`` object: the prompt's id, else the sample's: the unit of statistics."""
+    names = batch.scalar("group_id")
+    missing = np.equal(names, None)
+    return np.where(missing, batch.scalar("sample_id"), names) if missing.any() else names
+
+
+def segment_sums(values: Array, edges: Array) -> Array:
+    """``[M]``, edges ``[S + 1]`` -> ``[S]`` float64 sums of ``values[edges[s]:edges[s + 1]]``."""
+    out = np.zeros(len(edges) - 1)
+    full = edges[1:] > edges[:-1]
+    if full.any():
+        # reduceat sums up to the next start: right only when empty segments are left out
+        out[full] = np.add.reduceat(values, edges[:-1][full], dtype=np.float64)
+    return out
