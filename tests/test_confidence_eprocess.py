@@ -175,3 +175,18 @@ def test_a_damaged_state_is_refused(damage):
 def test_unusable_settings_are_named(change):
     with pytest.raises(InputError):
         EProcess(**({"limit": 0.5, "ceiling": 1.0, "side": "above"} | change))
+
+
+def test_without_memory_the_wealth_is_the_same_and_the_state_stays_small() -> None:
+    """A process whose caller lets no prompt in twice need not keep their ids."""
+    rng = np.random.default_rng(5)
+    kept = EProcess(limit=0.1, ceiling=1.0, side="above")
+    light = EProcess(limit=0.1, ceiling=1.0, side="above", remember=False)
+    for i, x in enumerate(rng.uniform(0, 0.4, 200)):
+        kept.update(x, prompt_id=f"p{i}")
+        light.update(x, prompt_id=f"p{i}")
+        if i == 100:
+            light = EProcess.from_dict(json.loads(json.dumps(light.to_dict())))
+    assert light.log_e == kept.log_e
+    assert light.n == kept.n == 200
+    assert len(json.dumps(light.to_dict())) < 400 < len(json.dumps(kept.to_dict()))

@@ -37,7 +37,8 @@ class EProcess:
     sums, the largest weight that `update` may get.
 
     Each prompt counts once: `update` ignores a prompt id it has seen, also after `from_dict`.
-    Where prompts recur by design (epochs), put the epoch into the id.
+    Where prompts recur by design (epochs), put the epoch into the id.  remember: False keeps no
+    ids, so that the state stays small over months; the caller then lets no prompt in twice.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EProcess:
         alpha: float = 0.05,
         horizon: int = 300,
         weight_cap: float | None = None,
+        remember: bool = True,
     ) -> None:
         self._m = check_limit(limit, ceiling)
         check_probability("alpha", alpha)
@@ -63,6 +65,7 @@ class EProcess:
         self._grid = grid_above(self._level, self.horizon, weighted=weight_cap is not None)
         self._wealth = [0.0] * (len(self._grid) if side == "above" else 1)
         self._weight_sum, self._value_sum, self._residual_sum = 0.0, 0.0, 0.0
+        self.remember, self._n = bool(remember), 0
         self._seen: set[str] = set()
         self.log_e_max = 0.0
         self.clipped = 0
@@ -70,7 +73,7 @@ class EProcess:
     @property
     def n(self) -> int:
         """Prompts counted so far."""
-        return len(self._seen)
+        return self._n
 
     @property
     def estimate(self) -> float:
@@ -102,7 +105,7 @@ class EProcess:
         if not np.isfinite(value):
             raise InputError(f"value {value} of prompt {prompt_id!r} is not finite", where="update")
         w = self._scaled_weight(weight)
-        key = sha256(prompt_id.encode()).hexdigest()[:24]
+        key = sha256(prompt_id.encode()).hexdigest()[:24] if self.remember else ""
         if key in self._seen:
             return False
         x = min(max(value / self.ceiling, 0.0), 1.0)
@@ -116,7 +119,9 @@ class EProcess:
         if self.side == "below":  # after the bet: stakes may use earlier values only
             centre = (PRIOR_MEAN + self._value_sum) / (1.0 + self._weight_sum)
             self._residual_sum += (w * (x - centre)) ** 2
-        self._seen.add(key)
+        self._n += 1
+        if self.remember:
+            self._seen.add(key)
         self.log_e_max = max(self.log_e_max, self.log_e)
         return True
 
@@ -146,7 +151,7 @@ class EProcess:
         self._wealth[0] += log1p(-stake * w * (x - self._m))
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole state as JSON-ready values; prompt ids only as hashes.
+        """The whole state as JSON-ready values; prompt ids only as hashes (or their number alone).
 
         Infinite wealth (a limit of 0, refuted) is written as the string "inf".
         """
@@ -157,7 +162,7 @@ class EProcess:
             "log_e_max": _number_out(self.log_e_max),
             "sums": [self._weight_sum, self._value_sum, self._residual_sum],
             "clipped": self.clipped,
-            "seen": sorted(self._seen),
+            "seen": sorted(self._seen) if self.remember else self._n,
         }
 
     @classmethod
@@ -175,7 +180,10 @@ class EProcess:
             sums = [float(v) for v in state["sums"]]
             process.log_e_max = float(state["log_e_max"])
             process.clipped = int(state["clipped"])
-            process._seen = {str(v) for v in state["seen"]}
+            seen = state["seen"]
+            process.remember = not isinstance(seen, int)
+            process._seen = set() if isinstance(seen, int) else {str(v) for v in seen}
+            process._n = seen if isinstance(seen, int) else len(process._seen)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"damaged: {error!r}", where="e-process state") from error
         if len(wealth) != len(process._wealth) or len(sums) != 3 or np.isnan(wealth + sums).any():
