@@ -1,0 +1,74 @@
+"""The prompts of a run as requests: what each would have shown a router, and what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from kernel_contracts.errors import InputError
+from mismatch_audit.routing.matching import Facts
+from mismatch_audit.rundir import STATE, read_json
+from mismatch_audit.tokens import read_parts
+
+
+@dataclass(frozen=True)
+class Audited:
+    """facts: ``{prompt_id: what its request showed}``.  tokens: the token table."""
+
+    facts: dict[str, Facts]
+    tokens: pd.DataFrame
+
+
+def spans(prompt_tokens: tuple[float, float], max_tokens: float) -> dict[str, tuple[float, float]]:
+    """position and context_length over the tokens that a request may generate.
+
+    prompt_tokens: least and most tokens of the prompt, equal where they were counted.
+    """
+    last = max(max_tokens - 1, 0.0)
+    return {
+        "position": (0.0, last),
+        "context_length": (prompt_tokens[0], prompt_tokens[1] + last),
+    }
+
+
+def load_audited(run: Path) -> Audited | None:
+    """The prompts of a run's folder; None for a bare report, or when its prompt file is gone or has
+    changed since (then nothing says what a request showed)."""
+    if not (run / STATE).exists():
+        return None
+    parts = sorted((run / "tokens").glob("part-*.parquet"))
+    if not parts:
+        return None
+    spec = read_json(run / STATE)["spec"]
+    sequences = read_parts([run / "sequences" / part.name for part in parts])
+    facts = _facts(spec, sequences)
+    return None if facts is None else Audited(facts, read_parts(parts))
+
+
+def _facts(spec: dict, sequences: pd.DataFrame) -> dict[str, Facts] | None:  # type: ignore[type-arg]
+    from mismatch_audit.prompts import EncodedPrompt, load_prompts, prompts_digest, spread
+
+    settings = spec["settings"]
+    try:
+        prompts = spread(load_prompts(settings["prompts"]), settings.get("limit"))
+    except InputError:
+        return None
+    ids: dict[str, Sequence[int]] = {
+        row["prompt_id"]: [int(t) for t in row["token_ids"][: row["prompt_length"]]]
+        for row in sequences.to_dict("records")
+    }
+    if any(p.id not in ids for p in prompts):
+        return None
+    encoded = [
+        EncodedPrompt(p.id, list(ids[p.id]), dict(p.metadata), len(ids[p.id])) for p in prompts
+    ]
+    if prompts_digest(encoded) != spec["prompts"]:
+        return None
+    budget = float(settings["sampling"]["max_tokens"])
+    return {
+        p.id: Facts(p.metadata, spans((len(p.token_ids), len(p.token_ids)), budget))
+        for p in encoded
+    }
