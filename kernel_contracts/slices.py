@@ -27,7 +27,7 @@ from kernel_contracts.predicates import parse
 from kernel_contracts.slice_table import SliceTable
 from kernel_contracts.vocabulary import COMPUTED_COLUMNS
 
-__all__ = ["Slice", "SliceTable", "resolve"]
+__all__ = ["Slice", "SliceTable", "resolve", "value_label"]
 
 Codes = npt.NDArray[np.int64]
 _BARE = re.compile(r'[^\s,"](?:[^,"\n\r\t]*[^\s,"])?\Z')
@@ -136,7 +136,7 @@ def _by(columns: tuple[str, ...], table: SliceTable) -> _Grouping:
     codes[~null] = np.searchsorted(present, joint[~null])
     labels = [
         ",".join(
-            f"{f.column}={_label(f.values[i])}"
+            f"{f.column}={value_label(f.values[i])}"
             for f, i in zip(factors, np.unravel_index(int(one), sizes), strict=True)
         )
         for one in present
@@ -188,7 +188,7 @@ def _bins(column: str, edges: tuple[float, ...], table: SliceTable) -> _Grouping
     return _Grouping(codes, found.null, labels)
 
 
-def _label(value: object) -> str:
+def value_label(value: object) -> str:
     """A value in a slice's name; quoted where it would read as something else."""
     if isinstance(value, bool):
         return "true" if value else "false"
