@@ -31,7 +31,12 @@ DESCRIPTIVE = frozenset(
         "head_check",
         "spec",
         "url",
-        "layers",
+        "checkpoint",
+        "empty_parameters",
+        "max_model_len",
+        "vocab_size",
+        "rank",
+        "ranks",  # tensor_parallel is bound
     }
 )
 """Facts that do not tell one build and set-up of an engine from another."""
