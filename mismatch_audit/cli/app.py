@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from mismatch_audit.cli import routes, weights
+from mismatch_audit.cli import bless, gate, key, push, routes, weights
 from mismatch_audit.cli.contract import contract_app
 from mismatch_audit.cli.doctor import doctor
 from mismatch_audit.cli.judge import judge
@@ -33,6 +33,10 @@ app.command()(plan)
 app.command()(report)
 app.command()(doctor)
 weights.register(app)
+key.register(app)
+bless.register(app)
+gate.register(app)
+push.register(app)
 routes.register(app)
 
 
