@@ -8,7 +8,7 @@ Holm-corrected over a clause's slices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from kernel_contracts.clauses import (
 )
 from kernel_contracts.confidence import by_prompt, holm
 from kernel_contracts.contract import Contract
+from kernel_contracts.intervals import Ends, ends_of, interval_verdict
 from kernel_contracts.measurement import Measurement
 from kernel_contracts.metrics import METRICS, Array
 from kernel_contracts.slices import Slice, resolve
@@ -184,23 +185,30 @@ def _rows(
 
 def _values(
     contract: Contract, metric: str, frame: pd.DataFrame
-) -> tuple[Array, pd.DataFrame, str]:
+) -> tuple[Array | Ends, pd.DataFrame, str]:
     """(values, their rows, why there is no evidence). Missing values beyond what the contract's
     observability clauses allow mean that there is none."""
     spec = METRICS[metric]
     if frame.empty:
         return np.empty(0), frame, "no rows"
+    ends = ends_of(metric, frame)
     absent = [c for c in spec.columns if c not in frame.columns]
-    if absent:
+    if absent and ends is None:
         return np.empty(0), frame, "no column " + ", ".join(absent)
-    values = spec.values(frame)
+    values = spec.values(frame) if ends is None else ends.lower
     bad = ~np.isfinite(values)
     if bad.any():
         allowed = max((c.max_missing for c in contract.observability), default=0.0)
         if bad.mean() > allowed:
             return np.empty(0), frame, f"{int(bad.sum())} of {len(bad)} rows have no finite value"
         values, frame = values[~bad], frame[~bad]
+    if ends is not None:
+        return Ends(values, ends.upper[~bad], ends.method), frame, ""
     return values, frame, ""
+
+
+def _judged(values: Array | Ends, judge: Callable[[Array], Measurement]) -> Measurement:
+    return interval_verdict(values, judge) if isinstance(values, Ends) else judge(values)
 
 
 def _numerical(
@@ -212,14 +220,17 @@ def _numerical(
     values, frame, why = _values(contract, clause.metric, frame)
     if why:
         return _unobserved(clause, one.name, clause.metric, why)
-    exceed = (values > (clause.exceeds or 0.0)).astype(np.float64)
-    sums = by_prompt(exceed, frame["prompt_id"].to_numpy())
-    row = bounded_mean(
-        clause.id, one.name, clause.metric, sums.mean, clause.share or 0.0, 1.0, contract.alpha,
-        n_tokens=len(values),
-    )  # fmt: skip
+
+    def judged(rows: Array) -> Measurement:
+        exceed = (rows > (clause.exceeds or 0.0)).astype(np.float64)
+        sums = by_prompt(exceed, frame["prompt_id"].to_numpy())
+        return bounded_mean(
+            clause.id, one.name, clause.metric, sums.mean, clause.share or 0.0, 1.0,
+            contract.alpha, n_tokens=len(rows),
+        )  # fmt: skip
+
     return replace(
-        row,
+        _judged(values, judged),
         path=clause.path,
         unit=f"share of tokens > {clause.exceeds:g}",
         noise_floor=None,
@@ -249,20 +260,25 @@ def _statistical(
     values, frame, why = _values(contract, clause.metric, _rows(clause, one, evidence))
     if why:
         return _unobserved(clause, one.name, clause.metric, why)
-    sums = by_prompt(values - clause.floor, frame["prompt_id"].to_numpy())
-    weights = sums.count.astype(np.float64) if clause.weight == "token" else None
+    ids = frame["prompt_id"].to_numpy()
     cap = float(evidence.max_rows * (2 if clause.path == "both" else 1))
-    if weights is not None and int(sums.count.max()) > cap:
+    by_token = clause.weight == "token"
+    if by_token and int(by_prompt(np.ones(len(ids)), ids).count.max()) > cap:
         why = f"a prompt has more rows than the cap of {cap:g} that was stated beforehand"
         return _unobserved(clause, one.name, clause.metric, why)
-    row = bounded_mean(
-        clause.id, one.name, clause.metric, sums.mean, (clause.target or 0.0) - clause.floor,
-        clause.upper_end - clause.floor, contract.alpha, n_tokens=len(values), weights=weights,
-        cap=cap if weights is not None else None, tail=clause.tail if clause.needs_tail else None,
-        floor=clause.floor,
-    )  # fmt: skip
+
+    def judged(rows: Array) -> Measurement:
+        sums = by_prompt(rows - clause.floor, ids)
+        return bounded_mean(
+            clause.id, one.name, clause.metric, sums.mean, (clause.target or 0.0) - clause.floor,
+            clause.upper_end - clause.floor, contract.alpha, n_tokens=len(rows),
+            weights=sums.count.astype(np.float64) if by_token else None,
+            cap=cap if by_token else None, tail=clause.tail if clause.needs_tail else None,
+            floor=clause.floor,
+        )  # fmt: skip
+
     row = replace(
-        row,
+        _judged(values, judged),
         path=clause.path,
         unit=METRIC_WORDS[clause.metric].unit,
         noise_floor=evidence.noise.get(clause.metric),

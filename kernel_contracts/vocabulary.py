@@ -146,6 +146,8 @@ TOKEN_COLUMNS: dict[str, str] = {
     "engine_reported_logprob": "number",
     "kl_lower": "number",
     "kl_upper": "number",
+    "tv_lower": "number",
+    "tv_upper": "number",
     "kl_method": "text",
     "n_cached_tokens": "number",
     "batch_rows": "number",

@@ -19,7 +19,10 @@ from mismatch_audit.settings import RunSettings
 
 if TYPE_CHECKING:
     from mismatch_audit.chunks import Bench
+    from mismatch_audit.chunks_topk import TopkBench
     from mismatch_audit.compare.heads import Head
+    from mismatch_audit.programs.reference import TransformersReference
+    from mismatch_audit.programs.vllm_engine import VllmEngine
     from mismatch_audit.reports.record import Record
 
 Progress = Callable[[str, int, int], None]
@@ -52,12 +55,10 @@ def _chunks(run: Run) -> list[list[EncodedPrompt]]:
     return [run.prompts[at : at + size] for at in range(0, len(run.prompts), size)]
 
 
-def _start(run: Run, workdir: Path, progress: Progress) -> Bench:
+def _start(run: Run, workdir: Path, progress: Progress) -> Bench | TopkBench:
     """Load both programs side by side, read identities back, check them, check the head."""
-    from mismatch_audit.chunks import Bench
     from mismatch_audit.programs.reference import TransformersReference
     from mismatch_audit.programs.vllm_engine import VllmEngine
-    from mismatch_audit.selfcheck import self_check
 
     settings = run.settings
     progress("load", 0, 2)
@@ -75,19 +76,32 @@ def _start(run: Run, workdir: Path, progress: Progress) -> Bench:
         engine.wait()
         progress("load", 2, 2)
         _check_identities(run, reference.facts(), engine.facts())
-        head = engine.head()
-        device = reference.head().weight.device
-        bench = Bench(
-            reference,
-            engine,
-            reference.head(),
-            replace(head, weight=head.weight.to(device)),
-            rounding=_rounding(head),
-        )
-        run.facts["engine"]["self_check"] = self_check(bench, run.prompts[0].token_ids)
+        if settings.engine.rows == "topk":
+            return _topk_bench(reference, engine, settings)
+        return _full_bench(run, reference, engine)
     except BaseException:
         engine.close()
         raise
+
+
+def _topk_bench(
+    reference: TransformersReference, engine: VllmEngine, settings: RunSettings
+) -> TopkBench:
+    from mismatch_audit.chunks_topk import TopkBench
+    from mismatch_audit.programs.top_rows import VllmTopRows
+
+    rows = VllmTopRows(engine, settings.engine.top_logprobs)
+    return TopkBench(reference, rows, reference.head())
+
+
+def _full_bench(run: Run, reference: TransformersReference, engine: VllmEngine) -> Bench:
+    from mismatch_audit.chunks import Bench
+    from mismatch_audit.selfcheck import self_check
+
+    head, own = engine.head(), reference.head()
+    served = replace(head, weight=head.weight.to(own.weight.device))
+    bench = Bench(reference, engine, own, served, rounding=_rounding(head))
+    run.facts["engine"]["self_check"] = self_check(bench, run.prompts[0].token_ids)
     return bench
 
 
@@ -114,17 +128,30 @@ def _check_pair(run: Run, facts: dict[str, dict[str, Any]]) -> None:
         identity.check_facts(side, dict(getattr(pair, side)), facts[side], where)
 
 
-def _run_chunk(run: Run, bench: Bench, index: int, prompts: list[EncodedPrompt]) -> None:
-    from mismatch_audit.chunks import run_chunk
+def _run_chunk(
+    run: Run, bench: Bench | TopkBench, index: int, prompts: list[EncodedPrompt]
+) -> None:
+    from mismatch_audit.chunks import Bench, run_chunk
+    from mismatch_audit.chunks_topk import run_topk_chunk
 
+    asked = (prompts, run.sampling, run.prefill_ids())
     with run.timed("prompts"):
-        tokens, sequences = run_chunk(bench, prompts, run.sampling, run.prefill_ids())
+        if isinstance(bench, Bench):
+            tokens, sequences = run_chunk(bench, *asked)
+        else:
+            tokens, sequences = run_topk_chunk(bench, *asked)
     run.folder.write_chunk(index, tokens, sequences)
 
 
-def _probe(run: Run, bench: Bench, progress: Progress) -> None:
+def _probe(run: Run, bench: Bench | TopkBench, progress: Progress) -> None:
+    from mismatch_audit.chunks import Bench
     from mismatch_audit.probes import lone_probe, repeat_probe
 
+    if not isinstance(bench, Bench):
+        # These probes compare hidden states; without them their clauses stay UNOBSERVED.
+        for name in ("repeat", "lone"):
+            run.folder.cache_json(name, {"rows": []})
+        return
     asked = run.settings.probes
     sequences = [
         Sequence_(row["sequence_id"], tuple(map(int, row["token_ids"])), int(row["prompt_length"]))
@@ -145,10 +172,13 @@ def _probe(run: Run, bench: Bench, progress: Progress) -> None:
     progress("probes", len(jobs), len(jobs))
 
 
-def _keep_facts(run: Run, bench: Bench) -> None:
+def _keep_facts(run: Run, bench: Bench | TopkBench) -> None:
+    from mismatch_audit.chunks import Bench
+
     run.facts["reference"].update(bench.reference.facts())
     run.facts["engine"]["route"] = bench.route
-    run.facts["engine"]["head_check"] = bench.head_error
+    if isinstance(bench, Bench):
+        run.facts["engine"]["head_check"] = bench.head_error
     run.folder.cache_json("facts", run.facts)
 
 

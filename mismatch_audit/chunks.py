@@ -6,7 +6,7 @@ again: the same head gives the same numbers (on a CPU that is 97 to 100 % of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ def run_chunk(
     scored = {s.sequence_id: s for s in bench.engine.score(chosen)} if chosen else {}
     reference = {s.sequence_id: s for s in bench.reference.score(sequences)}
     frames = _compare(bench, rollouts, scored, reference)
-    return pd.concat(frames, ignore_index=True), _sequence_rows(rollouts)
+    return pd.concat(frames, ignore_index=True), sequence_rows(rollouts)
 
 
 def _compare(
@@ -188,38 +188,50 @@ def _check_reported(bench: Bench, logprob: np.ndarray[Any, Any], frame: pd.DataF
 
 
 def _frame(sequences: Sequence[Sequence_], path: str, rows: dict[str, Any]) -> pd.DataFrame:
+    frame = token_frame(
+        sequences, path, {s.sequence_id: rows[s.sequence_id].n_cached_tokens for s in sequences}
+    )
+    reported = [rows[s.sequence_id].reported_logprob for s in sequences]
+    return frame.assign(
+        engine_reported_logprob=[v for values in reported for v in values], kl_method="full"
+    )
+
+
+def token_frame(
+    sequences: Sequence[Sequence_], path: str, cached: Mapping[str, int]
+) -> pd.DataFrame:
+    """Rows of the token table before anything is compared: who, where, which token."""
     lengths = [s.n_response for s in sequences]
     position = np.concatenate([np.arange(n) for n in lengths])
-    reported = [rows[s.sequence_id].reported_logprob for s in sequences]
+    ids = np.repeat([s.sequence_id for s in sequences], lengths)
     return pd.DataFrame(
         {
-            "prompt_id": np.repeat([s.sequence_id for s in sequences], lengths),
-            "sequence_id": np.repeat([s.sequence_id for s in sequences], lengths),
+            "prompt_id": ids,
+            "sequence_id": ids,
             "position": position,
             "context_length": np.repeat([s.prompt_length for s in sequences], lengths) + position,
             "token_id": [t for s in sequences for t in s.response],
             "path": path,
             "weights_version": 0,
             "trainer_version": 0,
-            "engine_reported_logprob": [v for values in reported for v in values],
-            "kl_method": "full",
-            "n_cached_tokens": np.repeat(
-                [rows[s.sequence_id].n_cached_tokens for s in sequences], lengths
-            ),
+            "n_cached_tokens": np.repeat([cached[s.sequence_id] for s in sequences], lengths),
             "batch_rows": len(sequences),
             "loss_mask": True,
         }
     )
 
 
-def _sequence_rows(rollouts: list[Rollout]) -> pd.DataFrame:
+def sequence_rows(rollouts: Sequence[Any]) -> pd.DataFrame:
+    """Rows of the sequence table, of anything that has a ``sequence`` and a ``finish_reason``."""
+    sequences: list[Sequence_] = [r.sequence for r in rollouts]
+    ids = [s.sequence_id for s in sequences]
     return pd.DataFrame(
         {
-            "prompt_id": [r.sequence_id for r in rollouts],
-            "sequence_id": [r.sequence_id for r in rollouts],
-            "prompt_length": [r.sequence.prompt_length for r in rollouts],
-            "response_length": [r.sequence.n_response for r in rollouts],
-            "token_ids": [list(r.sequence.token_ids) for r in rollouts],
+            "prompt_id": ids,
+            "sequence_id": ids,
+            "prompt_length": [s.prompt_length for s in sequences],
+            "response_length": [s.n_response for s in sequences],
+            "token_ids": [list(s.token_ids) for s in sequences],
             "finish_reason": [r.finish_reason for r in rollouts],
         }
     )

@@ -44,6 +44,11 @@ class EngineSettings(_Strict):
     """Faults put into the engine on purpose, to test a contract: stale_weights: 0.02."""
     startup_timeout: float = Field(600, gt=0)
     """Seconds to wait for the engine to load."""
+    rows: Literal["full", "topk"] = "full"
+    """full: whole distributions, through captured hidden states. topk: only what the engine's
+    public interface shows, so divergences become intervals."""
+    top_logprobs: int = Field(20, ge=2, le=1000)
+    """k of ``rows: topk``."""
 
 
 class SamplingSettings(_Strict):

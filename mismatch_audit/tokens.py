@@ -62,6 +62,8 @@ def token_schema() -> pa.Schema:
         ("engine_reported_logprob", pa.float64()),
         ("kl_lower", pa.float64()),
         ("kl_upper", pa.float64()),
+        ("tv_lower", pa.float64()),
+        ("tv_upper", pa.float64()),
         ("kl_method", pa.string()),
         ("n_cached_tokens", pa.int32()),
         ("batch_rows", pa.int32()),

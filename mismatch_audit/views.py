@@ -106,9 +106,13 @@ def worst_tokens(
     tokenizer: Any,
     count: int = 12,
 ) -> list[dict[str, Any]]:
-    """The rows with the largest KL, at most two a prompt, with the text that led there."""
+    """The rows with the largest KL (its lower end where only that is known), at most two a prompt,
+    with the text that led there."""
     if tokens.empty:
         return []
+    if "kl_lower" in tokens:
+        kl = tokens["kl_engine_reference"].fillna(tokens["kl_lower"])
+        tokens = tokens.assign(kl_engine_reference=kl)
     ids = sequences.set_index("sequence_id")["token_ids"]
     lengths = sequences.set_index("sequence_id")["prompt_length"]
     domains = (

@@ -33,6 +33,14 @@ def run(
         list[str] | None,
         typer.Option(help="KEY=VALUE passed to the engine as it is; repeatable."),
     ] = None,
+    top_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Use only the engine's public top K log-probs a row: divergences become "
+            "intervals that can fail a clause, not pass it.",
+            min=2,
+        ),
+    ] = None,
     reference_dtype: Annotated[str | None, typer.Option(help="The reference's dtype.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Response tokens a prompt.", min=1)] = None,
     inject: Annotated[
@@ -63,6 +71,8 @@ def run(
         "limit": limit,
         "engine.dtype": engine_dtype,
         "engine.model": engine_model,
+        "engine.rows": None if top_logprobs is None else "topk",
+        "engine.top_logprobs": top_logprobs,
         "engine.args": _pairs("--engine-arg", engine_arg),
         "engine.inject": _pairs("--inject", inject),
         "reference.dtype": reference_dtype,

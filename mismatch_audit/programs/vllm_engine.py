@@ -52,11 +52,16 @@ def launch_env(overrides: dict[str, str], *, cuda: bool) -> dict[str, str]:
     return env
 
 
+def request_seed(seed: int, key: str) -> int:
+    """A request's seed: of its key alone, so that batching and order change no draw."""
+    return zlib.crc32(f"{seed}/{key}".encode())
+
+
 def engine_args(settings: EngineSettings, *, cuda: bool) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``: ours first, the user's win."""
     args: dict[str, Any] = {
         "dtype": settings.dtype,
-        "max_logprobs": 20,
+        "max_logprobs": max(20, settings.top_logprobs),
         "seed": 0,
         "disable_log_stats": True,
         "worker_extension_cls": "mismatch_audit.programs.capture.CaptureExtension",
@@ -107,9 +112,10 @@ class VllmEngine:
         if self._facts is None:
             self._facts = self._process.receive(self.settings.startup_timeout)["facts"]
             for size in self.settings.inject.values():
-                self._call("perturb", scale=size, seed=1)
+                self.call("perturb", scale=size, seed=1)
 
-    def _call(self, op: str, **fields: Any) -> dict[str, Any]:
+    def call(self, op: str, **fields: Any) -> dict[str, Any]:
+        """One operation of the worker's protocol; waits for the engine to have loaded."""
         self.wait()
         self._process.send(op, **fields)
         return self._process.receive()
@@ -130,7 +136,7 @@ class VllmEngine:
         from mismatch_audit.compare.heads import Head
 
         path = self._file()
-        self._call("head", out=str(path))
+        self.call("head", out=str(path))
         weight = load_file(path)["weight"]
         path.unlink()
         return Head(weight=weight)
@@ -141,7 +147,7 @@ class VllmEngine:
 
         source, out = self._file(), self._file()
         save_file({key: rows.contiguous() for key, rows in hidden.items()}, source)
-        self._call("logits", source=str(source), out=str(out))
+        self.call("logits", source=str(source), out=str(out))
         result = load_file(out)
         source.unlink()
         out.unlink()
@@ -182,13 +188,13 @@ class VllmEngine:
             {
                 "key": key,
                 "prompt": list(ids),
-                "seed": zlib.crc32(f"{sampling.seed}/{key}".encode()),
+                "seed": request_seed(sampling.seed, key),
                 **({"forced": list(forced[i])} if forced else {}),
             }
             for i, (key, ids) in enumerate(prompts)
         ]
         path = self._file()
-        results = self._call("generate", requests=requests, out=str(path), sampling=options)[
+        results = self.call("generate", requests=requests, out=str(path), sampling=options)[
             "results"
         ]
         tensors = load_file(path)
@@ -214,7 +220,7 @@ class VllmEngine:
             for s in sequences
         ]
         path = self._file()
-        results = self._call("score", requests=requests, out=str(path))["results"]
+        results = self.call("score", requests=requests, out=str(path))["results"]
         tensors = load_file(path)
         path.unlink()
         for sequence, result in zip(sequences, results, strict=True):
@@ -243,7 +249,7 @@ class VllmEngine:
             "token_ids": list(sequence.token_ids),
             "start": sequence.prompt_length,
         }
-        reply = self._call("score_top", request=request, out=str(path), top=top)
+        reply = self.call("score_top", request=request, out=str(path), top=top)
         tensors = load_file(path)
         path.unlink()
         hidden = self._rows(
@@ -256,12 +262,12 @@ class VllmEngine:
         """Generate without any audit (benchmarks/overhead.py); tokens made."""
         requests = [{"prompt": list(ids), "seed": i} for i, ids in enumerate(prompts)]
         options = {"max_tokens": max_tokens, "temperature": 1.0}
-        return int(self._call("plain", requests=requests, sampling=options)["tokens"])
+        return int(self.call("plain", requests=requests, sampling=options)["tokens"])
 
     def new_batch(self) -> None:
         """Forget cached prefixes, so that a chunk's rows depend on the chunk alone (a resumed run
         must repeat them bit for bit)."""
-        self._call("reset")
+        self.call("reset")
 
     def close(self) -> None:
         """End the engine's process."""

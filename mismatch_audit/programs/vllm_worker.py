@@ -177,11 +177,49 @@ class Worker:
             extra_args={"audit_key": request["key"], "audit_start": start - 1},
         )
         output = self._run([ids], [params], out)[0]
-        rows = [
-            [[token, entry.logprob] for token, entry in output.prompt_logprobs[i].items()]
-            for i in range(start, len(ids))
+        return {"top": [_entries(output.prompt_logprobs[i]) for i in range(start, len(ids))]}
+
+    def op_generate_top(
+        self, requests: list[dict[str, Any]], sampling: dict[str, Any], top: int
+    ) -> dict[str, Any]:
+        """Responses with the public top log-probs of each step, nothing captured."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(**dict(sampling, seed=r["seed"]), logprobs=top, detokenize=False)
+            for r in requests
         ]
-        return {"top": rows}
+        prompts = [{"prompt_token_ids": r["prompt"]} for r in requests]
+        results = []
+        for output in self.llm.generate(prompts, params, use_tqdm=False):
+            best = output.outputs[0]
+            results.append(
+                {
+                    "token_ids": list(best.token_ids),
+                    "rows": [_entries(row) for row in best.logprobs],
+                    "finish_reason": best.finish_reason or "",
+                    "n_cached": output.num_cached_tokens or 0,
+                }
+            )
+        return {"results": results}
+
+    def op_score_rows(self, requests: list[dict[str, Any]], top: int) -> dict[str, Any]:
+        """Prefill whole sequences; per request the public top log-probs of its response rows."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=top,
+            skip_reading_prefix_cache=True,
+        )  # fmt: skip
+        prompts = [{"prompt_token_ids": r["token_ids"]} for r in requests]
+        results = []
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        for request, output in zip(requests, outputs, strict=True):
+            rows = output.prompt_logprobs[request["start"] :]
+            results.append(
+                {"rows": [_entries(row) for row in rows], "n_cached": output.num_cached_tokens or 0}
+            )
+        return {"results": results}
 
     def op_plain(self, requests: list[dict[str, Any]], sampling: dict[str, Any]) -> dict[str, Any]:
         """The same requests with no audit at all: no tags, no log-probs. For benchmarks."""
@@ -210,6 +248,10 @@ class Worker:
         changed = self.llm.collective_rpc("audit_perturb", args=(scale, seed))[0]
         self.llm.reset_prefix_cache()
         return {"changed": changed}
+
+
+def _entries(row: dict[int, Any]) -> list[tuple[int, float]]:
+    return [(token, entry.logprob) for token, entry in row.items()]
 
 
 def _die_with_parent() -> None:
