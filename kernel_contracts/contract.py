@@ -30,6 +30,7 @@ from kernel_contracts.definitions import (
     When,
 )
 from kernel_contracts.promotion import Promotion
+from kernel_contracts.vocabulary import Fault
 
 __all__ = [
     "SCHEMA",
@@ -79,6 +80,8 @@ class Contract(Strict):
     """What is done about a verdict, in order: the first rule that matches decides."""
     promotion: Promotion | None = None
     """What each stage from an audit to full traffic must show (docs/promotion.md)."""
+    tolerates: Annotated[tuple[Fault, ...], Field(strict=False)] = ()
+    """Faults of the self-test's menu that the contract bears by design (docs/selftest.md)."""
     alpha: Annotated[float, Field(gt=0, le=0.5)] = 0.05
     """Error probability of a verdict: of a false PASS, and of a false FAIL, of one clause on one
     slice."""
@@ -126,6 +129,7 @@ class Contract(Strict):
                     written["ceiling"] = clause.upper_end
                 if not clause.needs_tail:
                     del written["tail"]
-        if self.promotion is None:  # so that digests from before this section stay true
-            del document["promotion"]
+        for name in ("promotion", "tolerates"):  # absent, so that earlier digests stay true
+            if not document[name]:
+                del document[name]
         return document

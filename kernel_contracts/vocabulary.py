@@ -47,6 +47,20 @@ Action = Literal[
     "rollback",
 ]
 
+Fault = Literal[
+    "bf16_log_softmax",
+    "temperature",
+    "top_p",
+    "fp8_kv",
+    "fp8_weights",
+    "stale_layer",
+    "wrong_rope",
+    "shifted_logprobs",
+    "double_bos",
+]
+"""The self-test's menu (docs/selftest.md)."""
+
+FAULTS: tuple[str, ...] = get_args(Fault)
 PROBES: tuple[str, ...] = get_args(Probe)
 ACTIONS: tuple[str, ...] = get_args(Action)
 

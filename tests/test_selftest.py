@@ -30,6 +30,7 @@ from kernel_contracts.selftest import (
     testable,
 )
 from kernel_contracts.verdict import Evidence
+from kernel_contracts.vocabulary import FAULTS
 from mismatch_audit.cli.contract import contract_app
 from mismatch_audit.programs.base import Sequence_
 from mismatch_audit.selftest import faults
@@ -141,6 +142,17 @@ def test_a_tolerated_miss_is_reported_but_does_not_count() -> None:
         calibrate(blind, CONTROL, [DRIFT], tolerate=["typo"])
 
 
+def test_a_contract_may_name_what_it_bears_and_nothing_else() -> None:
+    """`tolerates` takes names of the menu only, and the words of the language are that menu."""
+    assert tuple(fault.name for fault in faults.MENU) == FAULTS
+    bearing = parse_contract(CONTRACT + "\ntolerates: [temperature]\n")
+    assert bearing.tolerates == ("temperature",)
+    assert bearing.document()["tolerates"] == ["temperature"]
+    assert "tolerates" not in parse_contract(CONTRACT).document()
+    with pytest.raises(InputError, match="tolerates"):
+        parse_contract(CONTRACT + "\ntolerates: [temprature]\n")
+
+
 def test_a_sample_too_small_for_the_control_is_inconclusive_never_sound() -> None:
     """20 prompts cannot certify 5 % of anything; a detected fault is detected all the same."""
     few = evidence(1e-3, prompts=20)
@@ -231,7 +243,7 @@ def test_e4m3_gives_the_grid_and_saturates() -> None:
 def test_the_top_p_set_is_the_smallest_that_reaches_its_mass() -> None:
     """Against a count by hand over random rows: reaches 0.8, and does not without its last."""
     z = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 2
-    inside, p = faults.top_p_support(z), z.softmax(-1)
+    inside, p = faults.top_p_support(faults.TOP_P)(z), z.softmax(-1)
     mass = (p * inside).sum(-1)
     last = p.masked_fill(~inside, 2.0).amin(-1)
     assert bool((mass >= faults.TOP_P - 1e-6).all())
@@ -315,7 +327,7 @@ def test_a_fault_that_did_nothing_is_an_error_not_a_pass() -> None:
     model = SimpleNamespace(base_model=torch.nn.Sequential(), modules=lambda: [])
     with pytest.raises(UnsoundError, match="did nothing"), faults.fp8_kv(model):
         pass
-    with pytest.raises(InputError, match="rotary"), faults.rope_scaling(model):
+    with pytest.raises(InputError, match="rotary"), faults.rope_scaling(1.25)(model):
         pass
     with pytest.raises(InputError, match="decoder layers"), faults.fp8_weights(model):
         pass

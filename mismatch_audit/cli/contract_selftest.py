@@ -55,15 +55,17 @@ def selftest(
     from kernel_contracts.loading import load_contract
     from mismatch_audit.cli.progress import progress_display
     from mismatch_audit.selftest.faults import chosen
+    from mismatch_audit.selftest.prepare import prepare_bench
     from mismatch_audit.selftest.run import check_tolerated, run_selftest
 
     loaded = [load_contract(path) for path in contracts]
     faults = chosen(fault)
     check_tolerated(tolerate or (), faults)
     with progress_display(Console(stderr=True)) as progress:
-        bench, too_long = _bench(
-            model, prompts, limit, max_tokens, max_prompt_tokens, seed, progress
-        )
+        bench, too_long = prepare_bench(
+            model, prompts, limit=limit, max_tokens=max_tokens, most=max_prompt_tokens, seed=seed,
+            progress=progress,
+        )  # fmt: skip
         result = run_selftest(
             loaded, bench, faults, tolerate=tolerate or (), drift=not no_drift, progress=progress
         )
@@ -76,43 +78,6 @@ def selftest(
 
         write_tables(result, write_docs)
     raise typer.Exit(result.exit_code)
-
-
-def _bench(
-    model: str,
-    prompts: Path,
-    limit: int,
-    max_tokens: int,
-    max_prompt_tokens: int,
-    seed: int,
-    progress: Any,
-) -> tuple[Any, int]:
-    from transformers import AutoTokenizer
-
-    from kernel_contracts.errors import InputError
-    from mismatch_audit.identity import model_files
-    from mismatch_audit.programs.reference import TransformersReference
-    from mismatch_audit.prompts import encode_prompts, load_prompts
-    from mismatch_audit.sample_model import resolve_model
-    from mismatch_audit.selftest.bench import Bench, short_prompts
-    from mismatch_audit.settings import ReferenceSettings
-
-    written = load_prompts(prompts)
-    progress("load", 0, 2)
-    folder = model_files(resolve_model(model))
-    reference = TransformersReference(str(folder), ReferenceSettings())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    context = reference.model.config.get_text_config().max_position_embeddings
-    encoded = encode_prompts(written, tokenizer, context, max_tokens + 1)
-    kept, too_long = short_prompts(encoded, max_prompt_tokens, limit)
-    if not kept:
-        raise InputError(
-            f"no prompt has at most {max_prompt_tokens} tokens",
-            where=str(prompts),
-            fix="raise --max-prompt-tokens",
-        )
-    progress("texts", 1, 2)
-    return Bench(reference, kept, max_tokens=max_tokens, seed=seed), too_long
 
 
 def _show(result: SelfTest, too_long: int, most: int) -> None:

@@ -118,23 +118,29 @@ def stale_layer(size: float) -> Callable[[Any], AbstractContextManager[None]]:
     return fault
 
 
-@contextmanager
-def rope_scaling(model: Any) -> Iterator[None]:
+def rope_scaling(factor: float) -> Callable[[Any], AbstractContextManager[None]]:
     """Linear position interpolation on one side only: every rotary frequency divided."""
-    rotary = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)]
-    if not rotary:
-        raise InputError(
-            "the model has no rotary frequencies: the fault wrong_rope does not apply to it",
-            fix="name the faults to inject with --fault",
-        )
-    before = [m.inv_freq for m in rotary]
-    try:
-        for module in rotary:
-            module.inv_freq = module.inv_freq / ROPE_FACTOR
-        yield
-    finally:
-        for module, frequencies in zip(rotary, before, strict=True):
-            module.inv_freq = frequencies
+
+    @contextmanager
+    def fault(model: Any) -> Iterator[None]:
+        rotary = [
+            m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)
+        ]
+        if not rotary:
+            raise InputError(
+                "the model has no rotary frequencies: the fault wrong_rope does not apply to it",
+                fix="name the faults to inject with --fault",
+            )
+        before = [m.inv_freq for m in rotary]
+        try:
+            for module in rotary:
+                module.inv_freq = module.inv_freq / factor
+            yield
+        finally:
+            for module, frequencies in zip(rotary, before, strict=True):
+                module.inv_freq = frequencies
+
+    return fault
 
 
 class _RoundedCache(TorchFunctionMode):
@@ -177,16 +183,18 @@ def bf16_log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits.bfloat16(), dim=-1).float()
 
 
-def top_p_support(logits: torch.Tensor) -> torch.Tensor:
-    """``[T, V]`` mask: the fewest most likely tokens with a mass of at least ``TOP_P``."""
-    ordered, index = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True)
-    before = ordered.cumsum(dim=-1) - ordered
-    return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, index, before < TOP_P)
+def top_p_support(top_p: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Logits ``[T, V]`` -> mask of the fewest most likely tokens of mass at least ``top_p``."""
+
+    def support(logits: torch.Tensor) -> torch.Tensor:
+        ordered, index = torch.softmax(logits, dim=-1).sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, index, before < top_p)
+
+    return support
 
 
-def _renormalised(
-    logprob: torch.Tensor, log_mass: torch.Tensor, lengths: list[int]
-) -> torch.Tensor:
+def renormalised(logprob: torch.Tensor, log_mass: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     return logprob - log_mass
 
 
@@ -211,8 +219,8 @@ MENU: tuple[Fault, ...] = (
         "top_p",
         f"samples from the top-p {TOP_P} set and reports log-probs renormalised over it",
         moves="reported",
-        support=top_p_support,
-        reported=_renormalised,
+        support=top_p_support(TOP_P),
+        reported=renormalised,
     ),
     Fault("fp8_kv", "keys and values rounded to e4m3, scale 1", model=fp8_kv),
     Fault("fp8_weights", "linear weights rounded to e4m3, a scale per tensor", model=fp8_weights),
@@ -221,7 +229,11 @@ MENU: tuple[Fault, ...] = (
         f"one layer of an earlier push: weights off by {STALE:g} of their rms",
         model=stale_layer(STALE),
     ),
-    Fault("wrong_rope", f"linear RoPE scaling by {ROPE_FACTOR:g} on one side", model=rope_scaling),
+    Fault(
+        "wrong_rope",
+        f"linear RoPE scaling by {ROPE_FACTOR:g} on one side",
+        model=rope_scaling(ROPE_FACTOR),
+    ),
     Fault(
         "shifted_logprobs",
         "reported log-probs off by one row",
