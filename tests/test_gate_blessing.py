@@ -14,17 +14,17 @@ from typing import Any
 import gate_fixtures as fixtures
 import pytest
 import weights_zoo as zoo
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel_contracts.errors import InputError
 from mismatch_audit.gate.bless import NotBlessed, bless_run, duration
-from mismatch_audit.gate.decide import Decision, Request, decide
+from mismatch_audit.gate.decide import Decision, Request, decide, open_blessing
 from mismatch_audit.gate.envelope import MAX_ENVELOPE_BYTES, PAYLOAD_TYPE, pae, seal, unseal
 from mismatch_audit.gate.facts import EngineFacts, facts_of, pinned, read_facts, write_facts
 from mismatch_audit.gate.keys import key_id, load_private, load_trusted, new_key
 from mismatch_audit.gate.statement import decode
-from mismatch_audit.gate.strict import canonical
+from mismatch_audit.gate.strict import Malformed, canonical
 
 NOW = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
 
@@ -210,7 +210,7 @@ def test_every_swap_is_denied_with_its_reason(blessed: Blessed, tmp_path: Path):
 
 
 def test_changed_config_or_tokenizer_is_denied(blessed: Blessed, tmp_path: Path):
-    """The same tensors under another rope_theta, or with generation defaults, are another policy."""
+    """The same tensors under another rope_theta or with generation defaults: another policy."""
     tensors = zoo.cast(zoo.llama_weights(0))
     rope = zoo.write(tmp_path / "rope", tensors, {**zoo.LLAMA, "rope_theta": 5e5})
     assert blessed.codes(weights=rope) == {"config_differs"}
@@ -250,12 +250,13 @@ def test_hostile_envelopes_are_denied(blessed: Blessed):
     other_type = {**document, "payloadType": "text/plain"}
     stripped = {**document, "signatures": []}
     nested = b'{"payload":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    indented = json.dumps(document, indent=1).encode()
     payload = unseal(raw).payload
     duplicate = payload.replace(b'"verdict":"PASS"', b'"verdict":"FAIL","verdict":"PASS"', 1)
     cases = {
         "duplicate_key": [twice, seal(duplicate, sign)],
         "trailing_bytes": [raw + b"x", raw + raw, seal(payload + b"{}", sign)],
-        "not_canonical": [raw + b"\n", raw[:-1], b" " + raw, json.dumps(document, indent=1).encode(),
+        "not_canonical": [raw + b"\n", raw[:-1], b" " + raw, indented,
                           seal(payload + b"\n", sign), seal(b" " + payload, sign)],
         "payload_type": [canonical(other_type) + b"\n"],
         "signature_count": [canonical(two) + b"\n", canonical(stripped) + b"\n"],
@@ -352,30 +353,38 @@ def test_every_field_of_the_statement_is_under_the_signature(blessed: Blessed):
         assert codes == {"bad_signature"}, path
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_every_flipped_byte_is_denied(blessed: Blessed, data: st.DataObject):
-    """Any byte of the file replaced by any other, of any class (brace, quote, base64, digit,
-    newline): denied."""
+def test_every_byte_of_the_file_counts(blessed: Blessed):
+    """Each byte of the file changed in four ways (low bit, case bit, high bit, to a quote), left
+    out, and doubled, whatever it is (brace, quote, base64, digit, newline): nothing opens."""
     raw = blessed.request.blessing.read_bytes()
-    at = data.draw(st.integers(0, len(raw) - 1))
-    new = data.draw(st.integers(0, 255).filter(lambda b: b != raw[at]))
-    changed = raw[:at] + bytes([new]) + raw[at + 1 :]
-    assert not blessed.ask(blessing=blessed.with_bytes(changed)).allow
+    keys = load_trusted(blessed.request.trusted)
+    assert open_blessing(raw, keys)[1].predicate.verdict == "PASS"
+    for at, byte in enumerate(raw):
+        rest = raw[at + 1 :]
+        for put in {byte ^ 1, byte ^ 0x20, byte ^ 0x80, ord('"')} - {byte}:
+            with pytest.raises(Malformed):
+                open_blessing(raw[:at] + bytes([put]) + rest, keys)
+        for put in (b"", bytes([byte, byte])):
+            with pytest.raises(Malformed):
+                open_blessing(raw[:at] + put + rest, keys)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_every_flipped_byte_of_the_payload_is_denied(blessed: Blessed, data: st.DataObject):
-    """The same inside the payload, under the old signature, and with bytes cut or put in."""
+def test_no_other_payload_passes_under_the_signature(blessed: Blessed, data: st.DataObject):
+    """Bytes of the payload replaced, cut or put in, in a well-spelt envelope with the old
+    signature: never opened."""
     raw = blessed.request.blessing.read_bytes()
     payload = unseal(raw).payload
-    at = data.draw(st.integers(0, len(payload) - 1))
-    put = data.draw(st.binary(max_size=3).filter(lambda b: b != payload[at : at + 1]))
+    at = data.draw(st.integers(0, len(payload)))
+    cut = data.draw(st.integers(0, 40))
+    put = data.draw(st.binary(max_size=40).filter(lambda b: b != payload[at : at + cut]))
     envelope = json.loads(raw)
-    envelope["payload"] = base64.b64encode(payload[:at] + put + payload[at + 1 :]).decode()
-    path = blessed.with_bytes(canonical(envelope) + b"\n")
-    assert blessed.codes(blessing=path) == {"bad_signature"}
+    envelope["payload"] = base64.b64encode(payload[:at] + put + payload[at + cut :]).decode()
+    changed = canonical(envelope) + b"\n"
+    if changed != raw:  # e.g. "aa" cut and "a" put in before another "a"
+        with pytest.raises(Malformed, match="not of this statement"):
+            open_blessing(changed, load_trusted(blessed.request.trusted))
 
 
 def test_every_byte_of_the_signature_counts(blessed: Blessed):

@@ -5,11 +5,11 @@ Every reason to deny is told. Nothing missing is ever read as a yes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel_contracts.errors import AuditError
 from mismatch_audit.gate.envelope import MAX_ENVELOPE_BYTES, NotAnEnvelope, unseal
@@ -18,6 +18,9 @@ from mismatch_audit.gate.keys import load_trusted
 from mismatch_audit.gate.statement import Statement, decode, write_time
 from mismatch_audit.gate.strict import Malformed, read_limited, sha256
 from mismatch_audit.gate.weights import WeightsIdentity, identify
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 CLOCK_SKEW = timedelta(seconds=60)
 """A signer's clock may be ahead of the gate's by this much. None is granted after the expiry."""
@@ -146,21 +149,27 @@ def _signed(request: Request, reasons: list[Reason], known: dict[str, Any]) -> S
         return None
     known["blessing"] = sha256(raw)
     try:
-        envelope = unseal(raw)
         if trusted is None:
+            unseal(raw)
             return None
-        envelope.verify(trusted)
-        statement = decode(envelope.payload)
+        keyid, statement = open_blessing(raw, trusted)
     except NotAnEnvelope as error:
         reasons.append(Reason("not_a_blessing", error.what))
         return None
     except Malformed as error:
         reasons.append(Reason(error.code, error.what))
         return None
-    known["signed_by"] = envelope.keyid
+    known["signed_by"] = keyid
     known["expires"] = statement.predicate.expires
     known["contract"] = statement.predicate.contract.digest
     return statement
+
+
+def open_blessing(raw: bytes, trusted: Mapping[str, Ed25519PublicKey]) -> tuple[str, Statement]:
+    """(keyid, what that trusted key signed). Raises Malformed for anything else."""
+    envelope = unseal(raw)
+    envelope.verify(trusted)
+    return envelope.keyid, decode(envelope.payload)
 
 
 def _facts(engine: Path | EngineFacts) -> EngineFacts:
