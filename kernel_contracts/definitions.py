@@ -117,7 +117,9 @@ class Budget(Strict):
     flip_budget: Share | None = None
     """Share of greedy tokens that may change."""
     bias_budget: Positive | None = None
-    """Policy-gradient bias that can be borne, relative to the gradient's norm."""
+    """Policy-gradient bias that can be borne. As the limit of a clause: relative to the measured
+    gradient's norm. As a limit on the drift (``audit contract derive``): relative to the largest
+    natural gradient that advantages up to the bound allow, which needs no gradient to be known."""
     score_norm: Positive | None = None
     """Upper bound of a token's score norm, for bias bounds in parameter space."""
     advantage_bound: Positive | None = None

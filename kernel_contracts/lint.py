@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from kernel_contracts.budgets import reward_budget_kl
 from kernel_contracts.clauses import (
     Clause,
     NumericalClause,
@@ -188,14 +189,12 @@ def _over_budget(contract: Contract) -> Iterator[Mistake]:
     budget = contract.budget
     allowed: dict[str, tuple[float, str]] = {}
     if budget.reward_drift and budget.reward_range and budget.horizon:
-        share = budget.reward_drift / budget.reward_range
-        if share >= 1:
+        if budget.reward_drift >= budget.reward_range:
             yield Mistake(
                 ("budget", "reward_drift"), "a drift of the whole reward range promises nothing"
             )
         else:
-            # TV of sequences <= min(sqrt(T k / 2), sqrt(1 - e^(-T k))) with k the mean KL a token
-            kl = max(2 * share**2, -math.log1p(-(share**2))) / budget.horizon
+            kl = reward_budget_kl(budget.reward_drift, budget.reward_range, budget.horizon).limit
             reason = (
                 f"a reward drift of {budget.reward_drift:g} in {budget.reward_range:g} over "
                 f"{budget.horizon} tokens bears"
