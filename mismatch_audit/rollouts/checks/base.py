@@ -19,7 +19,8 @@ class CheckResult:
     code: of the finding, e.g. ``SHIFTED_LOGPROBS``.  status: ``unobserved`` where the source lacks
     what the check needs (``detail`` says which column and how to record it); it never counts as
     clean.  evidence: rows of plain values, worst first.  remedy: what to change or run.
-    priority: where several causes explain the same symptom the highest is the named one.
+    priority: where several causes explain the same symptom the highest is the named one, and the
+    others say ``consequence_of`` which code (set by ``explain``).
     """
 
     code: str
@@ -30,6 +31,7 @@ class CheckResult:
     evidence: list[dict[str, Any]] = field(default_factory=list)
     remedy: str = ""
     priority: int = 0
+    consequence_of: str = ""
 
 
 class Check(Protocol):

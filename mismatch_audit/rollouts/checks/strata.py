@@ -93,7 +93,7 @@ class Strata:
         for key, row in old.items():
             self._put(key // 2, row)
 
-    def keys(self) -> list[Any]:
+    def order(self) -> list[Any]:
         return sorted(self.table)
 
     def mean(self, *chosen: Any) -> Mean:

@@ -86,6 +86,17 @@ class TokenView:
         return self.sums(self.ratio)
 
     @cached_property
+    def sum_doubt(self) -> Array:
+        """``[S]``: sum of 1 - sqrt(p q), the mismatch that unit noise on the logits would give.
+
+        d = (e_y - p) . noise, so its sd is between (1 - p_y) and sqrt(2) (1 - p_y) times that of
+        the noise. sum|d| over this compares strata of unequal confidence: a harder environment
+        has more mismatch per token and not more per doubt.
+        """
+        mean = 0.5 * (self.sampler + self.trainer)  # float32: 1e-7 is below any use of it
+        return self.sums(-np.expm1(np.minimum(mean, -1e-6)))
+
+    @cached_property
     def sum_k3(self) -> Array:
         """``[S]``: sum of r - 1 - log r, an estimate of KL(q || p) a token."""
         return self.sum_ratio - self.n - self.sum_d
