@@ -9,6 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kernel_contracts.errors import InputError
+from mismatch_audit.cli.weights_live import (
+    EngineArgs,
+    EngineChoice,
+    EngineDtype,
+    Scratch,
+    compared_with_engine,
+    is_engine_spec,
+    sync,
+)
+
 if TYPE_CHECKING:
     from mismatch_audit.weights.findings import WeightReport
     from mismatch_audit.weights.manifest import Manifest
@@ -36,15 +47,22 @@ weights_app = typer.Typer(
     cls=_CompareByDefault,
     no_args_is_help=True,
     help="Does the engine serve the weights that the trainer trained? "
-    "`audit weights TRAINER SERVED` compares; `audit weights manifest PATH` writes digests. "
-    "Exit codes: 0 equal, 1 a fault, 2 bad input, 3 nothing to compare.",
+    "`audit weights TRAINER SERVED` compares; `audit weights sync CKPT --engine ENGINE` pushes "
+    "under audit; `audit weights manifest PATH` writes digests. Exit codes: 0 equal, 1 a fault, "
+    "2 bad input, 3 nothing to compare, 4 another model.",
 )
 
 
 @weights_app.command()
 def compare(
     trainer: Annotated[Path, typer.Argument(help="Master: checkpoint or manifest.json.")],
-    served: Annotated[Path, typer.Argument(help="Served: checkpoint or manifest.json.")],
+    served: Annotated[
+        str,
+        typer.Argument(
+            help="Served: checkpoint, manifest.json, vllm:CHECKPOINT_DIR (a vLLM is started with it) "
+            "or http://host:port (a running vLLM)."
+        ),
+    ],
     previous: Annotated[
         Path | None,
         typer.Option(help="The master before the push: proves that a weight is stale."),
@@ -60,12 +78,27 @@ def compare(
         typer.Option(help="How weights should be quantised, for example mxfp8:ceil."),
     ] = None,
     threads: Threads = None,
+    engine_dtype: EngineDtype = "auto",
+    engine_arg: EngineArgs = None,
+    scratch: Scratch = None,
     every: Annotated[bool, typer.Option("--all", help="List equal tensors too.")] = False,
     as_json: AsJson = False,
     exit_zero: ExitZero = False,
 ) -> None:
     """Compare every served tensor with the cast of its master, bit by bit, and name the fault."""
-    report = _compared(trainer, served, previous, trainer_adapter, cast, quantiser, threads)
+    if is_engine_spec(served):
+        if _is_manifest(trainer):
+            raise InputError(
+                "a live engine is compared with weights, not with a manifest", where=str(trainer)
+            )
+        report = compared_with_engine(
+            trainer, served, previous, trainer_adapter, cast, quantiser, threads,
+            EngineChoice(engine_dtype, engine_arg, scratch),
+        )  # fmt: skip
+    else:
+        report = _compared(
+            trainer, Path(served), previous, trainer_adapter, cast, quantiser, threads
+        )
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
     else:
@@ -144,7 +177,6 @@ def manifest(
     threads: Threads = None,
 ) -> None:
     """Write the digests of a checkpoint, to compare without its weights."""
-    from kernel_contracts.errors import InputError
     from mismatch_audit.weights.digest import build_manifest
     from mismatch_audit.weights.sides import open_side
 
@@ -207,7 +239,6 @@ def visibility(
 
 
 def _loss_gap(path: Path, prompts: Path, cast: str, seed: int) -> dict[str, float]:
-    from kernel_contracts.errors import InputError
     from mismatch_audit.weights.grids import grid_by_name
     from mismatch_audit.weights.served_loss import served_loss_gap
 
@@ -254,6 +285,7 @@ def export(
 
 def register(app: typer.Typer) -> None:
     """Adds the weight commands to the application."""
+    weights_app.command()(sync)
     app.add_typer(weights_app, name="weights")
     app.command()(visibility)
     app.command()(export)

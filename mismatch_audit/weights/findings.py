@@ -187,6 +187,8 @@ class WeightReport:
     reports: list[TensorReport] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    """Served tensors that nobody could read: never a pass."""
 
     @property
     def compared(self) -> int:
@@ -194,10 +196,12 @@ class WeightReport:
 
     @property
     def exit_code(self) -> int:
-        """0 equal, 1 a fault, 3 nothing to compare (never a pass)."""
+        """0 equal, 1 a fault, 3 nothing to compare or something unread (never a pass)."""
         if not self.compared:
             return 3
-        return 1 if any(f.severity == "error" for f in self.findings) else 0
+        if any(f.severity == "error" for f in self.findings):
+            return 1
+        return 3 if self.unread else 0
 
     def to_dict(self) -> dict[str, Any]:
         elements = sum(r.elements for r in self.reports)
@@ -217,5 +221,6 @@ class WeightReport:
             },
             "findings": [finding.to_dict() for finding in self.findings],
             "notes": self.notes,
+            "unread": self.unread,
             "tensors": [report.to_dict() for report in self.reports],
         }

@@ -31,8 +31,8 @@ from mismatch_audit.weights.compare import CompareOptions, compare_sides
 from mismatch_audit.weights.families import geometry_of
 from mismatch_audit.weights.layout import canonical_root
 from mismatch_audit.weights.memory import memory_side
-from mismatch_audit.weights.schemes import infer_scheme
-from mismatch_audit.weights.sides import HEAD, SCALE_KINDS, Side, open_side
+from mismatch_audit.weights.sides import Side, open_side
+from mismatch_audit.weights.values import numel_of, served_values
 from mismatch_audit.weights.visibility_report import Movement
 
 if TYPE_CHECKING:
@@ -107,9 +107,11 @@ class _Snapshot:
 def read_served(engine: LiveEngine) -> Callable[[], Side]:
     """Reads everything that an engine applies (see ``LiveEngine.read_back``)."""
 
+    held: list[tempfile.TemporaryDirectory[str]] = []  # the newest read-back is mapped, not copied
+
     def read() -> Side:
-        folder = Path(tempfile.mkdtemp(prefix="mismatch-audit-readback-"))
-        return open_side(engine.read_back(folder))
+        held[:] = [tempfile.TemporaryDirectory(prefix="mismatch-audit-readback-")]
+        return open_side(engine.read_back(Path(held[0].name)))
 
     return read
 
@@ -212,6 +214,7 @@ class SyncAudit:
         if not isinstance(served, Side):
             served = memory_side("served", served, self._config)
         trainer = memory_side("trainer", {n: v.cpu() for n, v in named}, self._config)
+        trainer.unsigned_zeros = True  # a read-back through a kernel has no negative zero
         report = compare_sides(trainer, served, options=CompareOptions(threads=self._threads))
         if not report.compared:
             return None, None, (), ("nothing to compare: no tensor in common",), None
@@ -219,7 +222,7 @@ class SyncAudit:
             name: self._sampled(name, value)
             for name in now.values
             if (value := served_values(served, name)) is not None
-            and value.numel() == dict_numel(trainer, name)
+            and value.numel() == numel_of(trainer, name)
         }
         gain = None
         if before is not None and self._served_before:
@@ -251,31 +254,3 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     must call it."""
     gather = getattr(value, "full_tensor", None)
     return gather() if callable(gather) else value
-
-
-def dict_numel(side: Side, name: str) -> int:
-    """Elements of a canonical tensor, -1 when the side lacks it."""
-    return math.prod(side.layout.shape(name)) if name in side.names else -1
-
-
-def served_values(side: Side, name: str) -> torch.Tensor | None:
-    """A canonical tensor of a side as fp32, dequantised; None when absent, sharded or unreadable.
-    A tied head is read from the embedding."""
-    if name not in side.names:
-        if name != HEAD or side.geometry.family.embedding not in side.names:
-            return None
-        name = side.geometry.family.embedding
-    pieces = side.layout.tensors[name]
-    if len(pieces) != 1:
-        return None
-    value = pieces[0].view()
-    if value.element_size() > 1:
-        return value.float()
-    for kind in SCALE_KINDS:
-        scale_name = f"{name.removesuffix('weight')}{kind}"
-        if name.endswith(".weight") and len(side.layout.tensors.get(scale_name, [])) == 1:
-            scale = side.layout.tensors[scale_name][0].view()
-            rows, columns = value.shape
-            scheme = infer_scheme(value.dtype, (rows, columns), scale.dtype, tuple(scale.shape))
-            return scheme.decode(value, scale) if scheme is not None else None
-    return None

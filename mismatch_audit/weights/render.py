@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mismatch_audit.weights.findings import WeightReport
+from mismatch_audit.weights.live.report import SyncReport
 
 _ROWS = 200
 _PIPE_WIDTH = 160
@@ -53,6 +54,36 @@ def show_report(report: WeightReport, every: bool) -> None:
             f"{healthy} of {len(report.reports)} tensors equal the cast of their master",
             markup=False,
         )
+
+
+def show_sync(report: SyncReport) -> None:
+    """A row per check, findings with remedies, notes, the cause."""
+    console = _console()
+    engine = report.engine
+    console.print(
+        f"{engine.get('program')} {engine.get('version')}, {engine.get('dtype')}, quantisation "
+        f"{engine.get('quantization') or 'none'}; pushed {report.receipt.tensors} tensors, "
+        f"{report.receipt.bytes / 2**20:.1f} MiB in {report.receipt.seconds:.2f} s; version "
+        f"{report.receipt.version}",
+        markup=False,
+    )
+    table = Table("check", "result", "detail")
+    words = {True: "pass", False: "FAIL", None: "unobserved"}
+    for name, result in report.results.items():
+        table.add_row(Text(name), words[result.ok], Text(result.detail))
+    console.print(table)
+    for finding in report.findings():
+        warns = "warning: " if finding["severity"] == "warning" else ""
+        console.print(f"{finding['code']} {warns}{finding['title']}", markup=False)
+        console.print(f"     fix: {finding['remedy']}", markup=False)
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False)
+    if report.cause:
+        console.print(f"cause: {report.cause}", markup=False)
+    elif report.unobserved:
+        console.print(f"nothing failed; not observed: {', '.join(report.unobserved)}", markup=False)
+    else:
+        console.print("every check passed: the engine serves the pushed weights", markup=False)
 
 
 def show_visibility(document: dict[str, Any], tensors: bool) -> None:

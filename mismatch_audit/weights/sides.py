@@ -13,7 +13,7 @@ from mismatch_audit.weights.checkpoint import Checkpoint, open_checkpoint
 from mismatch_audit.weights.families import Geometry, geometry_of
 from mismatch_audit.weights.layout import Layout, Piece, layout_of
 from mismatch_audit.weights.lora import Adapter, Merged, has_lora_factors, open_adapter
-from mismatch_audit.weights.tally import Operand, plain
+from mismatch_audit.weights.tally import Operand, Unsigned, plain
 
 HEAD = "lm_head.weight"
 SCALE_KINDS = ("weight_scale", "weight_scale_inv")
@@ -24,11 +24,15 @@ _VOCABULARY_PADDING = 512
 
 @dataclass
 class Side:
-    """A checkpoint with its canonical layout, and an adapter that is merged on the fly."""
+    """A checkpoint with its canonical layout, and an adapter that is merged on the fly.
+
+    unsigned_zeros: read -0 as +0, to compare with a read-back through a kernel: sums lose the sign.
+    """
 
     label: str
     layout: Layout
     adapter: Adapter | None = None
+    unsigned_zeros: bool = False
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -127,7 +131,8 @@ def operand(
     """A region of a piece, with the side's adapter merged in."""
     view = _region(piece, start, shape)
     update = side.adapter.cut(name, start, shape) if side.adapter is not None else None
-    return plain(view) if update is None else Merged(view, update)
+    whole = plain(view) if update is None else Merged(view, update)
+    return Unsigned(whole) if side.unsigned_zeros and view.dtype.is_floating_point else whole
 
 
 def overlaps(trainer: Side, served: Side, pair: Pair) -> Iterator[Overlap]:

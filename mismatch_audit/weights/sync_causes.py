@@ -32,7 +32,8 @@ def name_cause(results: dict[str, CheckResult], read_back: WeightReport | None) 
 
 
 def _unwritten(results: dict[str, CheckResult]) -> str:
-    left = results["unwritten_scales"].evidence
+    marked = results.get("unwritten_scales")
+    left = marked.evidence if marked is not None else {}
     if not left:
         return "unwritten memory"
     name, share = next(iter(left.items()))

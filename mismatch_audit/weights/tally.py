@@ -51,6 +51,24 @@ class Plain:
         return self.tensor[begin:end]
 
 
+@dataclass(frozen=True)
+class Unsigned:
+    """An operand whose negative zeros are read as positive ones."""
+
+    inner: Operand
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.inner.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return self.inner.rows(begin, end) + 0.0
+
+
 def plain(tensor: torch.Tensor) -> Plain:
     """Any tensor as a matrix operand."""
     if tensor.ndim == 0:

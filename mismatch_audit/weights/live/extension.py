@@ -27,6 +27,8 @@ _CHUNK = 256
 _SHARD_BYTES = 1 << 30
 _LOADERS = ("vllm.model_executor.model_loader.reload.inplace",
             "vllm.model_executor.model_loader.reload.layerwise")  # fmt: skip
+_TABLES = "RotaryEmbedding:"  # computed, in no checkpoint: the loader complains every time
+_DERIVED = ("azp_adj",)  # made from the payload when it is packed; no checkpoint has it
 # int8 payloads of at most 127 come back exactly when the kernel's output is good to 1 part in 256.
 _SCALE_TOLERANCE = 2**-7
 
@@ -44,7 +46,8 @@ class _Complaints(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if "not loaded" in text or "Failed to load" in text:
+        loss = "not loaded" in text or "Failed to load" in text
+        if loss and not text.startswith(_TABLES):
             self.lines.append(text[:500])
 
 
@@ -87,15 +90,17 @@ class WeightExtension(CaptureExtension):
         return self.model_runner.get_model()
 
     def _audit_linears(self) -> dict[str, Any]:
-        """Linear layers, and the head, by module name."""
-        found = {}
-        for name, module in self._audit_model().named_modules():
-            method = getattr(module, "quant_method", None)
-            if method is None or not hasattr(method, "apply"):
-                continue
-            if hasattr(module, "input_size") or type(module).__name__.endswith("LMHead"):
-                found[name] = module
-        return found
+        """Linear layers and the head by module name. An embedding also has a matrix product, which
+        its look-up never uses: it is read from its parameter."""
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        return {
+            name: module
+            for name, module in self._audit_model().named_modules()
+            if isinstance(module, LinearBase | ParallelLMHead)
+            and getattr(module, "quant_method", None) is not None
+        }
 
     def _audit_width(self, module: Any) -> int:
         for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
@@ -118,7 +123,8 @@ class WeightExtension(CaptureExtension):
     def _audit_run(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """x W^T through the layer's own kernel, without bias and without collectives."""
         with torch.inference_mode():
-            return module.quant_method.apply(module, x, None)
+            rows: torch.Tensor = module.quant_method.apply(module, x, None)
+            return rows
 
     def _audit_effective(self, module: Any) -> torch.Tensor:
         width, dtype = self._audit_width(module), self.model_runner.model_config.dtype
@@ -262,7 +268,7 @@ class WeightExtension(CaptureExtension):
             shards.add("model.rotary_emb.inv_freq", rotary)
         for name, value in self._audit_model().named_parameters():
             owner = self._audit_model().get_submodule(name.rpartition(".")[0])
-            if name in done or not value.is_floating_point():
+            if name in done or name.endswith(_DERIVED) or not value.is_floating_point():
                 continue
             if not value.numel():
                 unread.append(name)
@@ -319,9 +325,10 @@ class WeightExtension(CaptureExtension):
         return {"marked": marked}
 
     def audit_weights_checksums(self) -> dict[str, str]:
-        """The engine's own digests, under its own names."""
+        """The engine's own digests, by parameter (without its rank prefix)."""
         own = getattr(self, "compute_weight_checksums", None)
-        return dict(own()) if own is not None else {}
+        found = own() if own is not None else {}
+        return {name.rpartition(":")[2]: digest for name, digest in found.items()}
 
     def audit_weights_keep(self, layer: str) -> list[str]:
         """Fault injection: hold on to what a layer's kernel has now (see ``restore``)."""

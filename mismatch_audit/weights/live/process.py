@@ -40,6 +40,7 @@ class ProcessEngine(ExtensionEngine):
         env: dict[str, str] | None = None,
         log_path: Path | None = None,
         startup_timeout: float = 600,
+        scratch: Path | None = None,
     ) -> None:
         usable, reason = vllm_available()
         if not usable:
@@ -49,7 +50,7 @@ class ProcessEngine(ExtensionEngine):
             )
         import torch
 
-        super().__init__(f"{IN_PROCESS}{checkpoint}")
+        super().__init__(f"{IN_PROCESS}{checkpoint}", scratch)
         cuda = torch.cuda.is_available()
         tokenizer = any(Path(checkpoint).glob("tokenizer*"))
         own = {"worker_extension_cls": EXTENSION, "skip_tokenizer_init": not tokenizer}

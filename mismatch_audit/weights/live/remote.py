@@ -16,11 +16,11 @@ from mismatch_audit.weights.live.base import LayerInfo, NextToken, PushReceipt, 
 class ExtensionEngine(ABC):
     """A LiveEngine over ``WeightExtension``. Subclasses say how it is reached."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, scratch: Path | None = None) -> None:
         self.spec = spec
         self._facts: dict[str, Any] | None = None
         self._layers: dict[str, LayerInfo] | None = None
-        self._scratch = tempfile.TemporaryDirectory(prefix="mismatch-audit-live-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="mismatch-audit-live-", dir=scratch)
         self._files = 0
         self.unread: tuple[str, ...] = ()
         self.off_scale: tuple[str, ...] = ()

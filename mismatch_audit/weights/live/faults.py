@@ -1,0 +1,214 @@
+"""Faults put into a live engine's sync on purpose: a broken trainer or engine around a sound one.
+
+Each is what a real stack did or could do; the tests and ``--inject`` show that the audit sees it.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_contracts.errors import InputError
+from mismatch_audit.weights.checkpoint import open_checkpoint
+from mismatch_audit.weights.live.base import PushReceipt, Version
+from mismatch_audit.weights.live.engine_format import FolderWriter
+from mismatch_audit.weights.live.remote import ExtensionEngine
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LiveFault:
+    """named: what the cause must contain, alternatives separated by "|". quantised: whether it
+    needs (True) or excludes (False) a quantised engine; None: either."""
+
+    flag: str
+    title: str
+    named: str
+    quantised: bool | None = None
+
+    def is_named(self, cause: str) -> bool:
+        return any(word in cause for word in self.named.split("|"))
+
+
+MENU = (
+    LiveFault("skipped_layer", "skipped layer", "skipped layer"),
+    LiveFault("partial_push", "partial push", "partial push"),
+    LiveFault("withheld", "push acknowledged and withheld", "acknowledged, not applied"),
+    LiveFault("version_only", "version bumped without a load", "without a load"),
+    LiveFault("stale_cache", "prefix cache kept after the push", "stale prefix cache"),
+    LiveFault("transposed", "transposed tensor", "transposed", quantised=False),
+    LiveFault("scaled", "tensor scaled by 1.5", "scaled|quantizer"),
+    LiveFault("nan", "NaN in a pushed tensor", "NaN"),
+    LiveFault("swapped", "gate and up swapped", "swapped"),
+    LiveFault("head_not_sent", "head not sent with the embedding", "lm_head.weight: stale"),
+    LiveFault("stale_copy", "kernel keeps its packed copy of a layer", "stale"),
+    LiveFault("rope_zeroed", "RoPE table zeroed by the reload", "zeroed"),
+    LiveFault("echo", "read-back echoes the push, nothing loaded", "other memory", quantised=False),
+    LiveFault("scale_not_sent", "scales of a layer not sent", "missing scale|never wr", True),
+    LiveFault("scale_doubled", "scale doubled in the push", "scaled|quantizer", True),
+)
+
+
+def fault_by_flag(flag: str) -> LiveFault:
+    """Raises InputError with the menu."""
+    for fault in MENU:
+        if fault.flag == flag:
+            return fault
+    raise InputError(
+        f"unknown fault {flag!r}", fix=f"one of {', '.join(fault.flag for fault in MENU)}"
+    )
+
+
+def _layer(name: str) -> int:
+    hit = re.search(r"layers\.(\d+)\.", name)
+    return int(hit.group(1)) if hit else -1
+
+
+def _middle(tensors: Tensors) -> int:
+    return (max(map(_layer, tensors)) + 1) // 2
+
+
+def _one(tensors: Tensors, leaf: str) -> str:
+    return next(n for n in tensors if n.endswith(leaf) and _layer(n) == _middle(tensors))
+
+
+def _skip(tensors: Tensors) -> Tensors:
+    return {n: v for n, v in tensors.items() if _layer(n) != _middle(tensors)}
+
+
+def _cut(tensors: Tensors) -> Tensors:
+    """Everything up to the first layers, as from a push whose future nobody awaited."""
+    return {n: v for n, v in tensors.items() if _layer(n) < _middle(tensors)}
+
+
+def _changed(leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Tensors]:
+    def sent(tensors: Tensors) -> Tensors:
+        name = _one(tensors, leaf)
+        return {**tensors, name: change(tensors[name])}
+
+    return sent
+
+
+def _scaled(tensors: Tensors) -> Tensors:
+    leaf = "down_proj.weight_scale"
+    quantised = any(n.endswith(leaf) for n in tensors)
+    return _changed(leaf if quantised else "down_proj.weight", lambda v: v * 1.5)(tensors)
+
+
+def _poisoned(tensors: Tensors) -> Tensors:
+    def one_nan(value: torch.Tensor) -> torch.Tensor:
+        bad = value.clone()
+        bad.view(-1)[7] = torch.nan
+        return bad
+
+    leaf = "up_proj.weight_scale"
+    quantised = any(n.endswith(leaf) for n in tensors)
+    return _changed(leaf if quantised else "up_proj.weight", one_nan)(tensors)
+
+
+def _swapped(tensors: Tensors) -> Tensors:
+    return {
+        n.replace("gate_proj", "UP").replace("up_proj", "gate_proj").replace("UP", "up_proj"): v
+        for n, v in tensors.items()
+    }
+
+
+def _without(leaf: str) -> Callable[[Tensors], Tensors]:
+    def sent(tensors: Tensors) -> Tensors:
+        return {
+            n: v
+            for n, v in tensors.items()
+            if not (n.endswith(leaf) and _layer(n) in (-1, _middle(tensors)))
+        }
+
+    return sent
+
+
+_SENT: dict[str, Callable[[Tensors], Tensors]] = {
+    "skipped_layer": _skip,
+    "partial_push": _cut,
+    "transposed": _changed("self_attn.o_proj.weight", lambda v: v.t()),
+    "scaled": _scaled,
+    "nan": _poisoned,
+    "swapped": _swapped,
+    "head_not_sent": _without("lm_head.weight"),
+    "scale_not_sent": _without("down_proj.weight_scale"),
+    "scale_doubled": _changed("down_proj.weight_scale", lambda v: v * 2),
+}
+_LAYER_OF_COPY = "mlp.down_proj"
+
+
+class FaultyEngine:
+    """A LiveEngine with one fault. Everything else goes to the engine inside."""
+
+    def __init__(self, inner: ExtensionEngine, fault: LiveFault) -> None:
+        self._inner, self._fault = inner, fault
+        self._echo: Path | None = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="mismatch-audit-fault-")
+        self._count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __enter__(self) -> FaultyEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inner.close()
+        self._scratch.cleanup()
+
+    def push(self, checkpoint: Path, version: Version = None, *, flush: bool = True) -> PushReceipt:
+        flag = self._fault.flag
+        if flag in ("withheld", "version_only", "echo"):
+            return self._acknowledged(checkpoint, version)
+        whole = open_checkpoint(checkpoint).ranks[0]
+        is_canary = len({_layer(name) for name in whole}) == 1
+        if flag in _SENT and not is_canary:
+            checkpoint = self._rewritten(checkpoint, _SENT[flag])
+        layer = f"model.layers.{_middle(dict.fromkeys(whole, torch.empty(0)))}.{_LAYER_OF_COPY}"
+        if flag == "stale_copy":
+            self._inner.rpc("audit_weights_keep", layer)
+        receipt = self._inner.push(checkpoint, version, flush=flush and flag != "stale_cache")
+        if flag == "stale_copy":
+            self._inner.rpc("audit_weights_restore")
+        if flag == "rope_zeroed":
+            self._inner.rpc("audit_weights_zero", "cos_sin_cache")
+        return receipt
+
+    def _acknowledged(self, checkpoint: Path, version: Version) -> PushReceipt:
+        """HTTP 200, and nothing loaded."""
+        self._echo = Path(checkpoint)
+        flushed = self._inner.flush()
+        if version is not None and self._fault.flag != "withheld":
+            self._inner.set_version(version)
+        names = open_checkpoint(checkpoint).ranks[0]
+        return PushReceipt(
+            str(checkpoint), self._inner.weight_version(), len(names), 0, 0.0, flushed
+        )
+
+    def _rewritten(self, checkpoint: Path, change: Callable[[Tensors], Tensors]) -> Path:
+        self._count += 1
+        folder = Path(self._scratch.name) / str(self._count)
+        stored = open_checkpoint(checkpoint).ranks[0]
+        writer = FolderWriter(folder)
+        for name, value in change({n: item.tensor() for n, item in stored.items()}).items():
+            writer.add(name, value)
+        writer.close()
+        return folder
+
+    def read_back(self, folder: Path) -> Path:
+        if self._fault.flag != "echo" or self._echo is None:
+            return self._inner.read_back(folder)
+        self._inner.read_back(folder)
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+        for path in self._echo.glob("*.safetensors"):
+            (folder / path.name).write_bytes(path.read_bytes())
+        return folder
