@@ -102,8 +102,8 @@ def _reference_columns(
         logp = torch.log_softmax(z, -1)
         top = z.topk(2, -1).values
         best = z.max(-1)
-        at = torch.from_numpy(ids[chunk]).clamp(min=0).to(device)
-        target = torch.from_numpy(targets[chunk]).to(device)[:, None]
+        at = torch.tensor(ids[chunk], device=device).clamp(min=0)
+        target = torch.tensor(targets[chunk], device=device)[:, None]
         parts.append(
             {
                 "logprob": logp.gather(1, target)[:, 0],

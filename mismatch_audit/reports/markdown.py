@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from mismatch_audit.reports.advice import SYMBOLS, WORDS, next_steps, summary
 from mismatch_audit.reports.escape import markdown, markdown_line, quoted, shortened, visible
+from mismatch_audit.reports.gradient_table import HEAD, gradient_rows
 from mismatch_audit.reports.grouping import clause_groups
 from mismatch_audit.reports.identity_table import identity_rows
 from mismatch_audit.reports.notation import (
@@ -37,6 +38,7 @@ def render_markdown(record: Record) -> str:
         *_verdicts(record),
         *_findings(record),
         *_worst(record),
+        *_gradient(record),
         *_programs(record),
         f"Contract {_text(short_digest(record.contract.digest))}, {markdown(when(record))}; "
         f"exit code {record.exit_code}.",
@@ -139,6 +141,11 @@ def _token_row(token: WorstToken) -> list[str]:
 
 def _p(value: float | None) -> str:
     return markdown(probability(value))
+
+
+def _gradient(record: Record) -> list[str]:
+    rows = [[_text(cell) for cell in row] for row in gradient_rows(record.gradient)]
+    return ["#### Policy gradient", _table(HEAD, (2, 3, 4, 5, 6), rows)] if rows else []
 
 
 def _programs(record: Record) -> list[str]:

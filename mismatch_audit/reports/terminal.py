@@ -11,6 +11,7 @@ from mismatch_audit.reports.terminal_parts import (
     chain_table,
     closing,
     finding_list,
+    gradient_list,
     identity_list,
     next_list,
     verdict_table,
@@ -28,6 +29,7 @@ def render_terminal(record: Record, console: Console, *, folder: str | None = No
     verdict_table(page, record)
     worst_list(page, record)
     chain_table(page, record)
+    gradient_list(page, record)
     finding_list(page, record)
     next_list(page, record)
     closing(page, record, folder)

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from mismatch_audit.reports.advice import SYMBOLS, WORDS, horizon_note, next_steps, summary
 from mismatch_audit.reports.escape import quoted, visible
+from mismatch_audit.reports.gradient_table import HEAD, gradient_rows
 from mismatch_audit.reports.grouping import clause_groups
 from mismatch_audit.reports.identity_table import identity_rows
 from mismatch_audit.reports.notation import (
@@ -169,7 +170,7 @@ def chain_table(page: Page, record: Record) -> None:
         Column("upper", 8, right=True),
         Column("bound", 8, right=True),
         Column("slack", 6, right=True),
-        Column("useful up to", 22),
+        Column("useful up to", 24 if page.width >= 96 else 22),
     ]
     page.row(columns, ["", *(Text(c.title, "dim") for c in columns[1:])])
     for chain in record.chain:
@@ -191,6 +192,22 @@ def _route(page: Page, columns: list[Column], chain: Chain) -> None:
             [f"    {visible(link.quantity)}", number(link.measured), number(link.upper),
              number(link.bound), times(link.slack), note],
         )  # fmt: skip
+
+
+def gradient_list(page: Page, record: Record) -> None:
+    """The measured policy-gradient bias, with what each correction does to it."""
+    rows = gradient_rows(record.gradient)
+    if not rows:
+        return
+    page.heading("policy gradient")
+    # Each column takes what its own cells need; the slice gives way on a narrow terminal.
+    widths = [max(len(visible(row[i])) for row in [list(HEAD), *rows]) for i in range(len(HEAD))]
+    spare = page.width - 2 - sum(w + 2 for w in widths[1:])
+    widths[0] = min(widths[0] + 2, max(8, spare))
+    columns = [Column(t, w, right=i > 1) for i, (t, w) in enumerate(zip(HEAD, widths, strict=True))]
+    page.row(columns, [Text(f"  {HEAD[0]}", "dim"), *(Text(t, "dim") for t in HEAD[1:])])
+    for row in rows:
+        page.row(columns, [f"  {row[0]}", *row[1:]])
 
 
 def finding_list(page: Page, record: Record) -> None:
