@@ -48,6 +48,9 @@ class Inert:
 
     path = ""
     __slots__ = ("args", "entries", "state")
+    args: tuple[Any, ...]
+    entries: list[Any]
+    state: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         made = object.__new__(cls)
@@ -80,6 +83,7 @@ class Sealed:
     pickle's BUILD opcode, unlike a function or a class."""
 
     __slots__ = ("_make",)
+    _make: Callable[..., Any]
 
     def __init__(self, make: Callable[..., Any]) -> None:
         object.__setattr__(self, "_make", make)
@@ -195,6 +199,7 @@ _KNOWN: dict[str, Any] = {
     **{f"numpy.{core}.{name}": made for core in ("core", "_core") for name, made in _NUMPY.items()},
 }
 # Values that dumps carry beside their tensors; they stay inert.
+_PLAIN = {"types.SimpleNamespace"}
 _HARMLESS = {"argparse", "copyreg", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid"}
 
 

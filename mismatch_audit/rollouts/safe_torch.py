@@ -11,7 +11,7 @@ import io
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -156,7 +156,7 @@ def load_torch_bytes(data: bytes) -> Any:
 def _from_zip(path: Path) -> Any:
     mapped = np.memmap(path, dtype=np.uint8, mode="r")
     with zipfile.ZipFile(path) as archive:
-        return _archive(archive, memoryview(mapped))
+        return _archive(archive, memoryview(cast(Any, mapped)))
 
 
 def _archive(archive: zipfile.ZipFile, data: memoryview) -> Any:

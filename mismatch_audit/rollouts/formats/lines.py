@@ -118,7 +118,8 @@ def _closed(line: bytes) -> bool:
 
 
 def first_object(path: Path, limit: int = 64 << 20) -> dict[str, Any] | None:
-    """Top-level keys of the first line with undecoded values; None where it is no JSON object."""
+    """Top-level keys of the first line (of its first object, where it is a list) with undecoded
+    values; None where it is no JSON object."""
     try:
         stat = path.stat()
     except OSError:
@@ -128,15 +129,17 @@ def first_object(path: Path, limit: int = 64 << 20) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=256)
 def _first_object(path: str, _mtime: int, _size: int, limit: int) -> dict[str, Any] | None:
-    raw = msgspec.json.Decoder(dict[str, msgspec.Raw])
+    raw = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
     try:
         with open_binary(Path(path)) as file:
-            if file.peek(64)[:64].lstrip()[:1] not in (b"{", b""):  # type: ignore[attr-defined]
+            if file.peek(64)[:64].lstrip()[:1] not in (b"{", b"[", b""):  # type: ignore[attr-defined]
                 return None
             line = b"\n"
             while line.isspace():
                 line = file.readline(limit)
-        return {key: bytes(value) for key, value in raw.decode(line).items()}
+        found = raw.decode(line)
+        first = (found[0] if found else {}) if isinstance(found, list) else found
+        return {key: bytes(value) for key, value in first.items()}
     except msgspec.DecodeError:
         return _loose_keys(line)
     except (InputError, UnicodeDecodeError, RecursionError, *_STREAM_ERRORS):

@@ -18,6 +18,16 @@ READERS: dict[str, str] = {
     "plain": "plain",
     "prime-rl": "prime_rl",
     "nemo-rl": "nemo_rl",
+    "skyrl": "skyrl",
+    "openrlhf": "openrlhf",
+    "slime": "slime",
+    "areal": "areal",
+    "verl": "verl",
+    "trl": "trl",
+    "roll": "roll",
+    "pipeline-rl": "pipeline_rl",
+    "ms-swift": "ms_swift",
+    "martingale": "martingale",
 }
 """Format -> module of this package, imported when first needed."""
 
