@@ -59,7 +59,7 @@ def compare(
     served: Annotated[
         str,
         typer.Argument(
-            help="Served: checkpoint, manifest.json, vllm:CHECKPOINT_DIR (a vLLM is started with it) "
+            help="Served: checkpoint, manifest.json, vllm:CHECKPOINT_DIR (started here) "
             "or http://host:port (a running vLLM)."
         ),
     ],
