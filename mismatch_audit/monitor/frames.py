@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,16 +88,17 @@ def tables(contract: Contract, rows: Sequence[ScoredRow]) -> tuple[pd.DataFrame,
                 [np.nan if kind == "number" else None] * len(tokens),
                 dtype="float64" if kind == "number" else "object",
             )
-    return tokens, _prompts(metadata_columns(contract), rows)
-
-
-def _prompts(names: Iterable[str], rows: Sequence[ScoredRow]) -> pd.DataFrame:
-    first: dict[str, ScoredRow] = {}
+    first: dict[str, Mapping[str, Scalar]] = {}
     for row in rows:
-        first.setdefault(row.unit, row)
-    columns: dict[str, Any] = {"prompt_id": list(first)}
-    for name in names:
-        columns[name] = pd.Series(_one_kind([r.metadata.get(name) for r in first.values()]))
+        first.setdefault(row.unit, row.metadata)
+    return tokens, prompt_table(contract, first)
+
+
+def prompt_table(contract: Contract, metadata: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """One row a prompt (unit -> its metadata), with the columns that the contract names."""
+    columns: dict[str, Any] = {"prompt_id": list(metadata)}
+    for name in metadata_columns(contract):
+        columns[name] = pd.Series(_one_kind([m.get(name) for m in metadata.values()]))
     return pd.DataFrame(columns)
 
 
