@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from mismatch_audit.cli import bless, gate, key, push, routes, weights
+from mismatch_audit.cli import bless, gate, key, push, routes, serve_router, weights
 from mismatch_audit.cli.contract import contract_app
 from mismatch_audit.cli.doctor import doctor
 from mismatch_audit.cli.judge import judge
@@ -38,6 +38,7 @@ bless.register(app)
 gate.register(app)
 push.register(app)
 routes.register(app)
+serve_router.register(app)
 
 
 def main() -> None:
