@@ -22,12 +22,13 @@ import numpy as np
 from kernel_contracts.contract import Contract
 from kernel_contracts.errors import InputError
 from kernel_contracts.measurement import Measurement, overall
+from kernel_contracts.slices import resolve
 from mismatch_audit.reports.rows import Finding
 from mismatch_audit.rollouts.batch import TokenBatch
 from mismatch_audit.rollouts.schema import Header
 from mismatch_audit.trainers.decision import ACTIONS, Decision, decide
 from mismatch_audit.trainers.evidence import Evidence
-from mismatch_audit.trainers.frame import token_frame
+from mismatch_audit.trainers.frame import columns_of, token_frame
 from mismatch_audit.trainers.recording import record_step
 
 log = logging.getLogger("mismatch_audit.trainers")
@@ -79,6 +80,7 @@ class Monitor:
         if self.every < 1:
             raise InputError(f"every {self.every} steps", where="every", fix="give 1 or more")
         self._checks = all_checks()
+        self._columns = columns_of(self.contract)
         self.started = time.time()
         self.findings: dict[tuple[str, str], Finding] = {}
         self.errors = 0
@@ -131,7 +133,7 @@ class Monitor:
         metrics = self._metrics(batch)
         for check in self._checks:
             check.update(batch)
-        frame = token_frame(batch)
+        frame = token_frame(batch, self._columns)
         self.counts["sequences"] += batch.n_sequences
         self.counts["tokens"] += len(frame)
         self.counts["prompts"] += int(frame["prompt_id"].nunique())
@@ -186,6 +188,16 @@ class Monitor:
                     max(m.p_fail, 1e-300)
                 )
         return found
+
+    def bad_sequences(self, batch: TokenBatch) -> Any:
+        """``[S]`` bool: sequences that break a promise which the contract masks for. Judges alone:
+        nothing is counted."""
+        frame = token_frame(batch, self._columns)
+        return decide(
+            self.contract, self.measurements, frame,
+            resolve(self.contract, frame, names=["all"]), {"all": "all"}, batch.n_sequences,
+            self.actions,
+        )[2]  # fmt: skip
 
     def add_finding(self, finding: Finding) -> None:
         """A cause found elsewhere (a weight hook). One of each code and clause is kept, the first,

@@ -21,25 +21,33 @@ if TYPE_CHECKING:
 
 
 def findings_of(checks: Sequence[Any], header: Header) -> list[Finding]:
-    """What the rollout checks found, the named cause first. A check that is ``unobserved`` is a note
-    that says which column it lacks."""
-    results = [r for check in checks for r in check.finish(header)]
-    found = sorted((r for r in results if r.status == "found"), key=lambda r: -r.priority)
-    rows = [
-        Finding(
-            code=r.code, title=r.title, severity=r.severity, evidence=r.evidence[:20],
-            remedy=r.remedy or "see docs/rollouts.md",
-        )
-        for r in found
-    ]  # fmt: skip
-    return rows + [
-        Finding(
-            code=r.code, title=f"{r.title}: not observed", severity="note",
-            evidence=[{"why": r.detail}], remedy=r.remedy or r.detail or "record the column",
-        )
-        for r in results
-        if r.status == "unobserved"
-    ]  # fmt: skip
+    """What the rollout checks found, the named cause first. What follows from it is a note;
+    checks that lack a column are listed in one."""
+    from mismatch_audit.rollouts.checks import explain
+
+    results = explain([r for check in checks for r in check.finish(header)])
+    rows = [_finding(r) for r in results if r.status == "found"]
+    unseen = [{"check": r.code, "why": r.detail} for r in results if r.status == "unobserved"]
+    if unseen:
+        rows.append(
+            Finding(
+                code="CHECKS_UNOBSERVED", title=f"{len(unseen)} checks could not be made",
+                severity="note", evidence=unseen,
+                remedy="record the columns that they lack, where the trainer has them",
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _finding(result: Any) -> Finding:
+    detail = [{"detail": result.detail}] if result.detail else []
+    title, severity = result.title, result.severity
+    if result.consequence_of:
+        title, severity = f"{title} (follows from {result.consequence_of})", "note"
+    return Finding(
+        code=result.code, title=title, severity=severity,
+        evidence=[*detail, *result.evidence][:20], remedy=result.remedy or "see docs/rollouts.md",
+    )  # fmt: skip
 
 
 def live_record(monitor: Monitor) -> Record:

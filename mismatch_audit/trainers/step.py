@@ -53,9 +53,9 @@ def from_padded(
 
     prompt_mask, response_mask: 1 where there is a token. loss_mask: ``[B, T]`` or None (every
     response token); a response token outside it was not sampled (a tool's answer). tokens: columns
-    of ``LISTS`` -> ``[B, T]`` response-aligned, or ``[B]`` (spread). scalars: columns of ``SCALARS``
-    -> one value, or B of them. Columns that are None are left out, which is not the same as zeros.
-    Raises InputError where shapes disagree.
+    of ``LISTS`` -> ``[B, T]`` response-aligned, or ``[B]`` (spread). scalars: columns of
+    ``SCALARS`` -> one value, or B of them. Columns that are None are left out, which is not the
+    same as zeros. Raises InputError where shapes disagree.
     """
     p_ids, p_mask = plain_array(prompt_ids), plain_array(prompt_mask).astype(bool)
     r_ids, r_mask = plain_array(response_ids), plain_array(response_mask).astype(bool)

@@ -18,8 +18,8 @@ VISION = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask"
 
 
 def trainer_logprobs(trainer: Any, output: Mapping[str, Any]) -> Any:
-    """``[B, T]`` of the trainer's own program at its temperature: TRL's where it computed them, else
-    computed here, in the trainer's own micro-batches."""
+    """``[B, T]`` of the trainer's own program at its temperature: TRL's where it computed them,
+    else computed here, in the trainer's own micro-batches."""
     known = output.get("old_per_token_logps")
     if known is not None:
         return known

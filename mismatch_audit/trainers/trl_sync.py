@@ -1,4 +1,4 @@
-"""A trainer's weight sync, watched: held back, checked by reading back, or guarded with a way back."""
+"""A trainer's weight sync, watched: held back, read back, or guarded with a way back."""
 
 from __future__ import annotations
 
