@@ -125,12 +125,13 @@ def load_torch(path: Path) -> Any:
     """
     where = str(path)
     try:
-        if zipfile.is_zipfile(path):
-            return _from_zip(path)
         size = path.stat().st_size
         with path.open("rb") as file:
-            if file.read(2) == b"PK":
-                raise InputError("the end of the torch file is missing", where=where)
+            zipped = file.read(2) == b"PK"
+        if zipped and not zipfile.is_zipfile(path):
+            raise InputError("the end of the torch file is missing", where=where)
+        if zipped:
+            return _from_zip(path)
         if size > MAX_BYTES:
             raise InputError(
                 f"an old-format torch file of {size >> 30} GiB is not read",

@@ -1,7 +1,7 @@
 """AReaL: text records of ``dump_to_file``, and trajectories saved by a hook.
 
-At the start of ``PPOActor._ppo_update`` (both sides), or at the end of a workflow's ``arun_episode``
-(sampler side), call::
+At the start of ``PPOActor._ppo_update`` (both sides), or at the end of a workflow's
+``arun_episode`` (sampler side), call::
 
     torch.save(trajectory, f"areal_step{version}_{task_id}.pt")
 

@@ -76,15 +76,16 @@ def head(path: Path) -> bytes:
         if path.suffix == ".npz":
             with zipfile.ZipFile(path) as archive:
                 return " ".join(archive.namelist()).encode()
-        if zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            content = file.read(_HEAD)
+        if content[:2] == b"PK":
             with zipfile.ZipFile(path) as archive:
                 names = [n for n in archive.namelist() if n.endswith("data.pkl")]
                 if not names:
                     return b""
                 with archive.open(names[0]) as entry:
                     return entry.read(_HEAD * 16)
-        with path.open("rb") as file:
-            return file.read(_HEAD)
+        return content
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
         return b""
 

@@ -46,21 +46,30 @@ LAYOUT = Layout(
 
 
 def files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return [file for file in matching(path, "[0-9]*.jsonl") if _is_text(file)]
-    return [path] if _is_text(path) else []
+    return _texts(path) or _pickles(path)
 
 
-def _is_text(path: Path) -> bool:
-    return ".jsonl" in path.suffixes and has_fields(first_object(path), "input", "output", "step")
+def _texts(path: Path) -> list[Path]:
+    found = (
+        matching(path, "[0-9]*.jsonl") if path.is_dir() else [path] * (".jsonl" in path.suffixes)
+    )
+    return [file for file in found if has_fields(first_object(file), "input", "output", "step")]
+
+
+def _pickles(path: Path) -> list[Path]:
+    found = matching(path, "*.pkl", "*.pt") if path.is_dir() else [path]
+    return [file for file in found if file.suffix in (".pkl", ".pt") and _is_proto(head(file))]
+
+
+def _is_proto(content: bytes) -> bool:
+    return b"verl.protocol" in content[:4096] and b"DataProto" in content[:4096]
 
 
 def detect(path: Path) -> Detection | None:
-    if found := files(path):
+    if found := _texts(path):
         return Detection(FORMAT, 0.9, f"{len(found)} file(s) with the texts input and output")
-    content = b"" if path.is_dir() or path.suffix not in (".pkl", ".pt") else head(path)[:4096]
-    if b"verl.protocol" in content and b"DataProto" in content:
-        return Detection(FORMAT, 0.95, "a pickled DataProto of verl")
+    if found := _pickles(path):
+        return Detection(FORMAT, 0.95, f"{len(found)} pickled DataProto of verl")
     return None
 
 
@@ -68,14 +77,15 @@ def read(path: Path, options: ReadOptions) -> Source:
     """Raises InputError for a text dump without a tokenizer."""
     lacks = {"weights_version_min": "verl keeps it in extra_fields, which this dump has not"}
     header = Header(framework="verl", format=FORMAT, lacks=lacks)
-    if path.is_dir() or ".jsonl" in path.suffixes:
+    if texts := _texts(path):
         lacks.update(dict.fromkeys(("sampler_logprob", "trainer_logprob"), RECORD))
-        return text_source(path, files(path) or [path], TEXT, header, options)
+        return text_source(path, texts, TEXT, header, options)
     header.notes = [
         "padding cut by attention_mask; values of 0.0 outside response_mask read as null",
         "group_id is uid; where there is none, " + GROUP_NOTE,
     ]
-    return object_source(path, [path], _convert, header, options)
+    chosen = _pickles(path) if path.is_dir() else [path]
+    return object_source(path, chosen, _convert, header, options)
 
 
 def _convert(file: Path, loaded: Any) -> Iterator[dict[str, Any]]:
