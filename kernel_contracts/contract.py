@@ -23,6 +23,7 @@ from kernel_contracts.clauses import (
 )
 from kernel_contracts.cross_checks import cross_check
 from kernel_contracts.definitions import (
+    Acknowledgement,
     Budget,
     EscalationRule,
     Pair,
@@ -35,6 +36,7 @@ from kernel_contracts.vocabulary import Fault
 __all__ = [
     "SCHEMA",
     "SECTIONS",
+    "Acknowledgement",
     "Budget",
     "Clause",
     "Contract",
@@ -78,6 +80,8 @@ class Contract(Strict):
     """What the job can bear."""
     escalation: Annotated[tuple[EscalationRule, ...], Field(strict=False)] = ()
     """What is done about a verdict, in order: the first rule that matches decides."""
+    acknowledge: Annotated[tuple[Acknowledgement, ...], Field(strict=False)] = ()
+    """Known violations that are let through until a day."""
     promotion: Promotion | None = None
     """What each stage from an audit to full traffic must show (docs/promotion.md)."""
     tolerates: Annotated[tuple[Fault, ...], Field(strict=False)] = ()
@@ -129,7 +133,11 @@ class Contract(Strict):
                     written["ceiling"] = clause.upper_end
                 if not clause.needs_tail:
                     del written["tail"]
-        for name in ("promotion", "tolerates"):  # absent, so that earlier digests stay true
+        for name in (
+            "acknowledge",
+            "promotion",
+            "tolerates",
+        ):  # absent, so that earlier digests stay true
             if not document[name]:
                 del document[name]
         return document

@@ -50,6 +50,7 @@ def cross_check(document: Mapping[str, Any]) -> list[Mistake]:
         *_slices_exist(document, {"all", *map(str, slices)}),
         *_required_columns(document),
         *_escalation_names(document, slices),
+        *_acknowledged_names(document, slices),
         *_promotion_names(document),
     ]
 
@@ -142,6 +143,22 @@ def _escalation_names(document: Mapping[str, Any], slices: Mapping[str, Any]) ->
         ):
             if isinstance(name, str) and not _names_slice(name, slices):
                 yield Mistake(place, f"no slice {name!r}", closest(name, {"all", *slices}))
+
+
+def _acknowledged_names(
+    document: Mapping[str, Any], slices: Mapping[str, Any]
+) -> Iterator[Mistake]:
+    ids = {c["id"] for _, c in _clauses(document) if isinstance(c.get("id"), str)}
+    for index, entry in enumerate(_list(document.get("acknowledge"))):
+        if not isinstance(entry, Mapping):
+            continue
+        clause, name = entry.get("clause"), entry.get("slice")
+        if isinstance(clause, str) and clause not in ids:
+            place = ("acknowledge", index, "clause")
+            yield Mistake(place, f"no clause {clause!r}", closest(clause, ids))
+        if isinstance(name, str) and not _names_slice(name, slices):
+            place = ("acknowledge", index, "slice")
+            yield Mistake(place, f"no slice {name!r}", closest(name, {"all", *slices}))
 
 
 def _promotion_names(document: Mapping[str, Any]) -> Iterator[Mistake]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from datetime import date
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
@@ -134,6 +135,34 @@ class Budget(Strict):
                 if getattr(self, name) is None:
                     raise mistake("reward_drift", f"needs `{name}` beside it")
         return self
+
+
+def _day(value: Any) -> Any:
+    """YAML reads 2027-01-31 as a date, JSON as a text."""
+    if isinstance(value, str):
+        try:
+            return date.fromisoformat(value)
+        except ValueError:
+            raise PydanticCustomError("day", "a day is written 2027-01-31") from None
+    return value
+
+
+Line = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^\n]*\S[^\n]*$")]
+
+
+class Acknowledgement(Strict):
+    """A violation that is known and let through, visibly, until a day."""
+
+    clause: Name
+    """The clause that is broken."""
+    slice: ColumnName | None = None
+    """Only on this slice: a definition (any of its slices), or one slice such as domain=code."""
+    who: Line
+    """Who answers for it."""
+    why: Line
+    """Why it is borne."""
+    until: Annotated[date, BeforeValidator(_day)]
+    """The last day on which it holds."""
 
 
 class When(Strict):

@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND"]
+Verdict = Literal["PASS", "ACKNOWLEDGED", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND"]
+"""ACKNOWLEDGED: a FAIL that somebody answers for (``kernel_contracts.acknowledge``)."""
 
-SEVERITY: tuple[Verdict, ...] = ("UNSOUND", "FAIL", "UNOBSERVED", "INCONCLUSIVE", "PASS")
+SEVERITY: tuple[Verdict, ...] = (
+    "UNSOUND",
+    "FAIL",
+    "UNOBSERVED",
+    "INCONCLUSIVE",
+    "ACKNOWLEDGED",
+    "PASS",
+)
 """Worst first: an audit is as good as its worst measurement."""
 
 EXIT_CODES: dict[str, int] = {
@@ -54,7 +62,9 @@ class Measurement:
 
 
 def overall(measurements: list[Measurement]) -> Verdict:
-    """The audit's verdict: the worst of all. Nothing measured is UNOBSERVED, never a pass."""
+    """The audit's verdict: the worst of all. Nothing measured is UNOBSERVED, never a pass; known
+    violations stop no pass."""
     if not measurements:
         return "UNOBSERVED"
-    return min((m.verdict for m in measurements), key=SEVERITY.index)
+    worst = min((m.verdict for m in measurements), key=SEVERITY.index)
+    return "PASS" if worst == "ACKNOWLEDGED" else worst

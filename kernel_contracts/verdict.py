@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime
 
 import numpy as np
 import pandas as pd
 
+from kernel_contracts.acknowledge import acknowledge
 from kernel_contracts.bounded import bounded_mean
 from kernel_contracts.clauses import (
     Clause,
@@ -61,13 +63,20 @@ class Evidence:
     gradient: Mapping[str, BiasEstimate] = field(default_factory=dict)
 
 
-def judge(contract: Contract, evidence: Evidence) -> list[Measurement]:
-    """Every clause on every one of its slices, in the contract's order."""
+def judge(
+    contract: Contract, evidence: Evidence, *, today: date | None = None
+) -> list[Measurement]:
+    """Every clause on every one of its slices, in the contract's order.
+
+    today: of the contract's acknowledgements; the day of the call (UTC) where it is not given.
+    """
     slices = resolve(contract, evidence.tokens, evidence.prompts)
     found: list[Measurement] = []
     for clause in contract.clauses():
         found += _judge_clause(contract, clause, slices, evidence)
-    return found
+    definition = {s.name: s.definition for s in slices}
+    day = today or datetime.now(UTC).date()
+    return acknowledge(contract.acknowledge, found, definition, day)
 
 
 def _judge_clause(
@@ -123,8 +132,8 @@ def _correct(rows: list[Measurement], alpha: float) -> list[Measurement]:
 
 
 def _fail_detail(row: Measurement) -> str:
-    clipped = [part for part in row.detail.split("; ") if "above the ceiling" in part]
-    return "; ".join(clipped)
+    kept = ("above the ceiling", "upper end", "mean width")
+    return "; ".join(p for p in row.detail.split("; ") if any(word in p for word in kept))
 
 
 def _unobserved(clause: Clause, name: str, metric: str, why: str) -> Measurement:

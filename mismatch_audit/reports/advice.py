@@ -24,17 +24,19 @@ SYMBOLS = {
     "UNOBSERVED": "○",
     "UNSOUND": "!",
     "NOT_COMPARABLE": "≠",
+    "ACKNOWLEDGED": "~",
 }
 WORDS = {name: name.replace("_", " ") for name in SYMBOLS}
 HEADLINES = {
     "PASS": "The engine kept every promise of the contract.",
+    "ACKNOWLEDGED": "The engine breaks the contract only where somebody answers for it.",
     "FAIL": "The engine breaks the contract.",
     "INCONCLUSIVE": "The evidence decides neither way.",
     "UNOBSERVED": "Evidence is missing, and that is never a pass.",
     "UNSOUND": "The contract failed its own self-test, so its verdicts mean nothing.",
     "NOT_COMPARABLE": "The two programs do not evaluate the same policy: no drift is reported.",
 }
-_ORDER = ("UNSOUND", "FAIL", "UNOBSERVED", "INCONCLUSIVE", "PASS")
+_ORDER = ("UNSOUND", "FAIL", "UNOBSERVED", "INCONCLUSIVE", "ACKNOWLEDGED", "PASS")
 _MORE = re.compile(r"about (\d+) more prompts? would decide")
 _MOST = 6
 
@@ -73,7 +75,8 @@ def against_limit(row: MeasurementRow) -> str:
 
 def summary(record: Record) -> str:
     """The outcome in two or three plain sentences."""
-    parts = [HEADLINES[record.verdict]]
+    known = record.verdict == "PASS" and by_verdict(record, "ACKNOWLEDGED")
+    parts = [HEADLINES["ACKNOWLEDGED" if known else record.verdict]]
     found = tally(record)
     if found:
         told = ", ".join(f"{count(n)} {WORDS[v]}" for v, n in found.items())

@@ -18,6 +18,7 @@ _LEVELS = {
     "UNSOUND": "error",
     "NOT_COMPARABLE": "error",
     "UNOBSERVED": "warning",
+    "ACKNOWLEDGED": "warning",
     "INCONCLUSIVE": "warning",
     "PASS": "notice",
 }
@@ -43,7 +44,7 @@ def render_github_annotations(record: Record) -> str:
 
 def _by_level(record: Record) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {"error": [], "warning": []}
-    for verdict in ("UNSOUND", "FAIL", "UNOBSERVED", "INCONCLUSIVE"):
+    for verdict in ("UNSOUND", "FAIL", "UNOBSERVED", "INCONCLUSIVE", "ACKNOWLEDGED"):
         for row in by_verdict(record, verdict):
             text = against_limit(row) + (f"; {row.detail}" if row.detail else "")
             found[_LEVELS[verdict]].append((f"{WORDS[verdict]}: {place(row)}", text))

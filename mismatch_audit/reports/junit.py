@@ -1,7 +1,7 @@
 """The record as JUnit XML: one test case per clause and slice.
 
-FAIL is a failure. INCONCLUSIVE, UNOBSERVED and UNSOUND are errors: the check could not be made,
-and a reader of JUnit must not take that for a pass, nor for a skip.
+FAIL is a failure, ACKNOWLEDGED a skip. INCONCLUSIVE, UNOBSERVED and UNSOUND are errors: the check
+could not be made, and a reader of JUnit must not take that for a pass, nor for a skip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from mismatch_audit.reports.rows import MeasurementRow
 def render_junit(record: Record) -> str:
     """XML text. Control characters, which XML cannot hold, are shown as pictures."""
     cases = [_case(record, row) for row in record.measurements]
-    if record.verdict != "PASS" and all(r.verdict == "PASS" for r in record.measurements):
+    if record.verdict != "PASS" and all(
+        r.verdict in ("PASS", "ACKNOWLEDGED") for r in record.measurements
+    ):
         cases.append(_whole(record))
     failures = sum(case.find("failure") is not None for case in cases)
     errors = sum(case.find("error") is not None for case in cases)
@@ -27,7 +29,7 @@ def render_junit(record: Record) -> str:
         "tests": str(len(cases)),
         "failures": str(failures),
         "errors": str(errors),
-        "skipped": "0",
+        "skipped": str(sum(case.find("skipped") is not None for case in cases)),
         "time": f"{_seconds(record):.3f}",
     }
     root = ET.Element("testsuites", {"name": "mismatch-audit", **totals})
@@ -70,6 +72,9 @@ def _program(record: Record, side: str) -> str:
     return " ".join(str(value) for value in known if value is not None)
 
 
+_TAGS = {"FAIL": "failure", "ACKNOWLEDGED": "skipped"}
+
+
 def _case(record: Record, row: MeasurementRow) -> ET.Element:
     case = ET.Element(
         "testcase",
@@ -80,7 +85,7 @@ def _case(record: Record, row: MeasurementRow) -> ET.Element:
         },
     )
     if row.verdict != "PASS":
-        tag = "failure" if row.verdict == "FAIL" else "error"
+        tag = _TAGS.get(row.verdict, "error")
         message = against_limit(row) + (f"; {row.detail}" if row.detail else "")
         found = ET.SubElement(case, tag, {"type": row.verdict, "message": visible(message)})
         found.text = _numbers(row)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
+from typing import get_args
 
-from mismatch_audit.reports.advice import SYMBOLS
 from mismatch_audit.reports.escape import harmless_line, visible
 from mismatch_audit.reports.record import Record
-from mismatch_audit.reports.rows import MeasurementRow
+from mismatch_audit.reports.rows import AuditVerdict, MeasurementRow
 
 Labels = dict[str, str]
 Sample = tuple[Labels, float]
@@ -25,7 +25,7 @@ _NUMBERS = {
     "n_prompts": "Prompts that the row rests on.",
     "n_tokens": "Tokens that the row rests on.",
 }
-_VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND")
+_VERDICTS = ("PASS", "ACKNOWLEDGED", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND")
 
 
 def render_prometheus(record: Record) -> str:
@@ -37,7 +37,10 @@ def render_prometheus(record: Record) -> str:
         _family(
             "verdict",
             "1 for the audit's verdict, 0 for the others.",
-            [({**contract, "verdict": v}, float(v == record.verdict)) for v in SYMBOLS],
+            [
+                ({**contract, "verdict": v}, float(v == record.verdict))
+                for v in get_args(AuditVerdict)
+            ],
         ),
         _family("exit_code", "Exit code of the audit.", [(contract, float(record.exit_code))]),
         _family("started_timestamp_seconds", "Unix time.", [(contract, _time(record.started))]),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_SCATTER = 2000
 
-ClauseVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND"]
+ClauseVerdict = Literal["PASS", "ACKNOWLEDGED", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND"]
 AuditVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND", "NOT_COMPARABLE"]
 Section = Literal["numerical", "statistical", "runtime", "observability"]
 Severity = Literal["error", "warning", "note"]

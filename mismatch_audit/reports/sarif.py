@@ -21,6 +21,7 @@ _LEVELS = {
     "FAIL": "error",
     "UNSOUND": "error",
     "UNOBSERVED": "warning",
+    "ACKNOWLEDGED": "warning",
     "INCONCLUSIVE": "warning",
     "PASS": "note",
 }

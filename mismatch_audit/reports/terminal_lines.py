@@ -21,6 +21,7 @@ STYLES = {
     "FAIL": "bold red",
     "INCONCLUSIVE": "yellow",
     "UNOBSERVED": "magenta",
+    "ACKNOWLEDGED": "yellow",
     "UNSOUND": "bold red",
     "NOT_COMPARABLE": "bold red",
 }
