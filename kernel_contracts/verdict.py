@@ -8,7 +8,7 @@ Holm-corrected over a clause's slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 
@@ -24,11 +24,16 @@ from kernel_contracts.clauses import (
     RuntimeClause,
     StatisticalClause,
 )
-from kernel_contracts.confidence import by_prompt, holm
+from kernel_contracts.confidence import by_prompt
 from kernel_contracts.contract import Contract
-from kernel_contracts.intervals import Ends, ends_of, interval_verdict
 from kernel_contracts.measurement import Measurement
-from kernel_contracts.metrics import METRICS, Array
+from kernel_contracts.metrics import Array
+from kernel_contracts.row_values import (
+    finite_values,
+    holm_over_slices,
+    judged_rows,
+    rows_on_path,
+)
 from kernel_contracts.slices import Slice, resolve
 from kernel_contracts.vocabulary import METRIC_WORDS
 
@@ -99,7 +104,7 @@ def _judge_clause(
                 rows.append(_statistical(contract, clause, one, evidence))
     if not rows:
         rows = [_unobserved(clause, ", ".join(getattr(clause, "slices", ("all",))), "", "no slice")]
-    judged = [replace(m, section=section) for m in _correct(rows, alpha)]
+    judged = [replace(m, section=section) for m in holm_over_slices(rows, alpha)]
     if isinstance(clause, RuntimeClause | ObservabilityClause):
         return judged
     by_name = {s.name: s for s in slices}
@@ -111,29 +116,6 @@ def _withheld(row: Measurement, why: str) -> Measurement:
     if not why or row.verdict in ("FAIL", "UNOBSERVED"):
         return row
     return replace(row, verdict="UNOBSERVED", detail=why)
-
-
-def _correct(rows: list[Measurement], alpha: float) -> list[Measurement]:
-    """Holm over the slices of one clause; a FAIL that does not survive is INCONCLUSIVE."""
-    tested = [i for i, m in enumerate(rows) if m.p_fail is not None]
-    if not tested:
-        return rows
-    adjusted = holm([rows[i].p_fail or 0.0 for i in tested], alpha).adjusted
-    out = list(rows)
-    for i, p in zip(tested, adjusted, strict=True):
-        verdict = rows[i].verdict
-        if verdict != "PASS":
-            verdict = "FAIL" if p <= alpha else "INCONCLUSIVE"
-        detail = rows[i].detail if verdict != "FAIL" else _fail_detail(rows[i])
-        # Clipped at the ceiling, a broken mean is known to be large, not how large.
-        upper = None if verdict == "FAIL" and rows[i].clipped else rows[i].upper
-        out[i] = replace(rows[i], p_fail=float(p), verdict=verdict, detail=detail, upper=upper)
-    return out
-
-
-def _fail_detail(row: Measurement) -> str:
-    kept = ("above the ceiling", "upper end", "mean width")
-    return "; ".join(p for p in row.detail.split("; ") if any(word in p for word in kept))
 
 
 def _unobserved(clause: Clause, name: str, metric: str, why: str) -> Measurement:
@@ -185,48 +167,13 @@ def _observability(clause: ObservabilityClause, one: Slice, evidence: Evidence) 
     )  # fmt: skip
 
 
-def _rows(
-    clause: NumericalClause | StatisticalClause, one: Slice, evidence: Evidence
-) -> pd.DataFrame:
-    frame = evidence.tokens[one.mask]
-    return frame if clause.path == "both" else frame[frame["path"] == clause.path]
-
-
-def _values(
-    contract: Contract, metric: str, frame: pd.DataFrame
-) -> tuple[Array | Ends, pd.DataFrame, str]:
-    """(values, their rows, why there is no evidence). Missing values beyond what the contract's
-    observability clauses allow mean that there is none."""
-    spec = METRICS[metric]
-    if frame.empty:
-        return np.empty(0), frame, "no rows"
-    ends = ends_of(metric, frame)
-    absent = [c for c in spec.columns if c not in frame.columns]
-    if absent and ends is None:
-        return np.empty(0), frame, "no column " + ", ".join(absent)
-    values = spec.values(frame) if ends is None else ends.lower
-    bad = ~np.isfinite(values)
-    if bad.any():
-        allowed = max((c.max_missing for c in contract.observability), default=0.0)
-        if bad.mean() > allowed:
-            return np.empty(0), frame, f"{int(bad.sum())} of {len(bad)} rows have no finite value"
-        values, frame = values[~bad], frame[~bad]
-    if ends is not None:
-        return Ends(values, ends.upper[~bad], ends.method), frame, ""
-    return values, frame, ""
-
-
-def _judged(values: Array | Ends, judge: Callable[[Array], Measurement]) -> Measurement:
-    return interval_verdict(values, judge) if isinstance(values, Ends) else judge(values)
-
-
 def _numerical(
     contract: Contract, clause: NumericalClause, one: Slice, evidence: Evidence
 ) -> Measurement:
-    frame = _rows(clause, one, evidence)
+    frame = rows_on_path(clause, one, evidence.tokens)
     if clause.metric == "nonfinite":
         return _count(clause, one, frame)
-    values, frame, why = _values(contract, clause.metric, frame)
+    values, frame, why = finite_values(contract, clause.metric, frame)
     if why:
         return _unobserved(clause, one.name, clause.metric, why)
 
@@ -239,7 +186,7 @@ def _numerical(
         )  # fmt: skip
 
     return replace(
-        _judged(values, judged),
+        judged_rows(values, judged),
         path=clause.path,
         unit=f"share of tokens > {clause.exceeds:g}",
         noise_floor=None,
@@ -266,7 +213,9 @@ def _statistical(
 ) -> Measurement:
     if clause.metric == "policy_gradient_bias":
         return _gradient(clause, one, evidence)
-    values, frame, why = _values(contract, clause.metric, _rows(clause, one, evidence))
+    values, frame, why = finite_values(
+        contract, clause.metric, rows_on_path(clause, one, evidence.tokens)
+    )
     if why:
         return _unobserved(clause, one.name, clause.metric, why)
     ids = frame["prompt_id"].to_numpy()
@@ -287,7 +236,7 @@ def _statistical(
         )  # fmt: skip
 
     row = replace(
-        _judged(values, judged),
+        judged_rows(values, judged),
         path=clause.path,
         unit=METRIC_WORDS[clause.metric].unit,
         noise_floor=evidence.noise.get(clause.metric),
