@@ -32,7 +32,8 @@ class Recipe:
     engine_version, trainer_version, head_version: step -> version (head: of the engine's head).
     engine_noise, trainer_noise: sd of the noise on each logit. noise_factor(rows, position) -> [R]
     multiplies the engine's; trainer_factor the trainer's. learning: size of one weight update.
-    row_version(rows) -> [R]: overrides the engine's version a row.
+    dtypes: of trainer and engine, in the header.  row_version(rows) -> [R]: overrides the
+    engine's version a row.
     """
 
     seed: int = 0
@@ -51,6 +52,7 @@ class Recipe:
     top_k: int = 0
     penalty: float = 1.0
     learning: float = 0.1
+    dtypes: tuple[str, str] = ("float32", "float32")
     engine_version: Callable[[int], int] = lambda step: step
     trainer_version: Callable[[int], int] = lambda step: step
     head_version: Callable[[int], int] | None = None
@@ -157,8 +159,8 @@ def make_log(recipe: Recipe | None = None, **changes: Any) -> Log:
         vocab_size=VOCAB,
         tied_head=False,
         position_type="rope",
-        trainer_dtype="float32",
-        engine_dtype="float32",
+        trainer_dtype=r.dtypes[0],
+        engine_dtype=r.dtypes[1],
     )
     return Log(rows, header)
 

@@ -96,6 +96,8 @@ class ZeroLogprobs(Streaming):
         "loss; keep the engine's token ids rather than encoding its text again."
     )
     DOUBT = -0.05
+    DOUBT_TRUNCATED = -1.0
+    """Where top-p keeps one token alone, q is 1 although p is only above top_p."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +110,11 @@ class ZeroLogprobs(Streaming):
         self.sequences += int((tokens.n > 0).sum())
         self.tokens += len(tokens.where)
         zero = tokens.sampler == 0.0
-        zero &= tokens.trainer < self.DOUBT
+        if not zero.any():
+            return
+        whole = _untruncated(tokens)
+        limit = np.where(whole, self.DOUBT, self.DOUBT_TRUNCATED).astype(np.float32)
+        zero &= tokens.trainer < tokens.batch.spread(limit)[tokens.where]
         if not zero.any():
             return
         self.zeros += int(zero.sum())
@@ -160,12 +166,19 @@ class ZeroLogprobs(Streaming):
         return [self.clean(f"{self.zeros} doubtful zeros in {self.tokens} tokens", [row])]
 
 
+def _untruncated(tokens: TokenView) -> Array:
+    """``[S]`` bool: the log says that nothing was truncated."""
+    top_p, top_k = tokens.scalar("top_p"), tokens.scalar("top_k")
+    min_p = np.nan_to_num(tokens.scalar("min_p"), nan=0.0)
+    return np.asarray((top_p >= 1.0) & (top_k <= 0) & (min_p == 0.0))
+
+
 class LossOnUnsampled(Streaming):
     """Tokens that the policy did not draw and that are trained on all the same."""
 
     code = "LOSS_ON_UNSAMPLED"
     title = "the loss counts tokens that were not sampled"
-    needs = ("origin", "loss_mask")
+    needs: tuple[str, ...] = ("origin", "loss_mask")
     priority = 91
     remedy = "Set loss_mask 0 on prompt, tool and forced tokens: no ratio is defined there."
 

@@ -21,7 +21,7 @@ class AppliedWeights(SampleCheck):
 
     code = "GRADIENT_SCALED"
     title = "importance weights shrink or blow up the gradient"
-    needs = (*BOTH, "applied_weight")
+    needs: tuple[str, ...] = (*BOTH, "applied_weight")
     priority = 40
     remedy = "Mend the mismatch: clipping hides it and changes the learning rate."
 
@@ -161,7 +161,7 @@ class PolicyVersions(Streaming):
 
     code = "OLD_POLICY_NOT_BEHAVIOUR"
     title = "the old policy is not the one that sampled, and nothing corrects for it"
-    needs = ("weights_version_max", "trainer_version")
+    needs: tuple[str, ...] = ("weights_version_max", "trainer_version")
     priority = 81
     remedy = (
         "Use the sampler's log-probs in the denominator, or multiply by (truncated) importance "
@@ -173,17 +173,19 @@ class PolicyVersions(Streaming):
         self.rows = self.stale = self.mixed = 0
         self.lags: dict[int, int] = {}
         self.corrected = self.weights_seen = False
+        self.lag_by_step = Strata()
 
     def see(self, tokens: TokenView) -> None:
-        batch = tokens.batch
         lag = tokens.lag
         self.rows += len(lag)
         self.stale += int((lag != 0).sum())
-        oldest, newest = batch.scalar("weights_version_min"), batch.scalar("weights_version_max")
+        step = tokens.scalar("step").astype(np.int64)
+        self.lag_by_step.add(step, tokens.clusters, np.ones(len(lag)), np.maximum(lag, 0) + 0.0)
+        oldest, newest = tokens.scalar("weights_version_min"), tokens.scalar("weights_version_max")
         self.mixed += int(((oldest >= 0) & (oldest < newest)).sum())
         for value, count in zip(*np.unique(np.clip(lag, -64, 64), return_counts=True), strict=True):
             self.lags[int(value)] = self.lags.get(int(value), 0) + int(count)
-        if (lag != 0).any() and batch.has("applied_weight"):
+        if (lag != 0).any() and tokens.has("applied_weight"):
             self.weights_seen = True
             w = tokens.pack("applied_weight")
             far = tokens.abs_d > 0.01
@@ -197,9 +199,30 @@ class PolicyVersions(Streaming):
         text = f"{self.stale} of {self.rows} sequences were sampled by other weights"
         if self.mixed:
             text += f", {self.mixed} by several in one sequence"
+        if self._falls_behind():
+            return [
+                self.found(
+                    f"{text}; the lag rises to {max(self.lags)} and does not level off",
+                    rows,
+                    code="ENGINE_FALLS_BEHIND",
+                    title="the engine's weights version stands still",
+                    remedy="Pushes fail or are not counted: look at the engine's log, and push "
+                    "once by hand.",
+                )
+            ]
         if not self.stale:
             return [self.clean(f"all {self.rows} sequences at lag 0", rows)]
         if self.corrected:
             return [self.clean(f"{text}: staleness, and weights correct for it", rows)]
         reason = "weights are all 1" if self.weights_seen else "no applied weights are logged"
         return [self.found(f"{text}; {reason}", rows)]
+
+    def _falls_behind(self) -> bool:
+        """The mean lag rises by at least 1 from each third of the steps to the next."""
+        keys = self.lag_by_step.order()
+        third = len(keys) // 3
+        if third < 1 or min(keys) < 0:
+            return False
+        parts = (keys[:third], keys[third : len(keys) - third], keys[-third:])
+        first, middle, last = (self.lag_by_step.mean(*part).value for part in parts)
+        return middle >= first + 1 and last >= middle + 1

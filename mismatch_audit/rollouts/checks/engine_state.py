@@ -11,7 +11,7 @@ from mismatch_audit.rollouts.checks.base import CheckResult
 from mismatch_audit.rollouts.checks.strata import Mean, Strata
 from mismatch_audit.rollouts.checks.strata_checks import ENOUGH, FACTOR, FLOOR
 from mismatch_audit.rollouts.checks.streaming import BOTH, Streaming
-from mismatch_audit.rollouts.checks.view import TokenView
+from mismatch_audit.rollouts.checks.view import TokenView, unknown
 from mismatch_audit.rollouts.schema import Header
 
 
@@ -25,7 +25,7 @@ class PrefixCache(Streaming):
 
     code = "STALE_PREFIX_CACHE"
     title = "the prefix cache outlives a weight update"
-    needs = (*BOTH, "num_cached_tokens", "weights_version_max")
+    needs: tuple[str, ...] = (*BOTH, "num_cached_tokens", "weights_version_max")
     priority = 76
     remedy = (
         "Reset the prefix cache with every push (reset_prefix_cache), or salt it with the weights "
@@ -37,7 +37,7 @@ class PrefixCache(Streaming):
         self.cached, self.fresh = Strata(), Strata()
 
     def see(self, tokens: TokenView) -> None:
-        count = tokens.batch.scalar("num_cached_tokens")
+        count = tokens.scalar("num_cached_tokens")
         version = tokens.version.astype(np.int64)
         known = (count >= 0) & (version >= 0) & (tokens.lag == 0)
         for strata, mask in ((self.cached, count > 0), (self.fresh, count == 0)):
@@ -85,7 +85,7 @@ class EncoderCache(Streaming):
 
     code = "STALE_ENCODER_CACHE"
     title = "the encoder cache outlives a weight update"
-    needs = (*BOTH, "modality", "weights_version_max")
+    needs: tuple[str, ...] = (*BOTH, "modality", "weights_version_max")
     priority = 75
     remedy = "Reset the multimodal encoder cache with every push."
 
@@ -94,9 +94,9 @@ class EncoderCache(Streaming):
         self.text, self.media = Strata(), Strata()
 
     def see(self, tokens: TokenView) -> None:
-        kind = tokens.batch.scalar("modality")
+        kind = tokens.scalar("modality")
         version = tokens.version.astype(np.int64)
-        known = ~np.equal(kind, None) & (version >= 0) & (tokens.lag == 0)
+        known = ~unknown(kind) & (version >= 0) & (tokens.lag == 0)
         for strata, mask in ((self.text, kind == "text"), (self.media, kind != "text")):
             n = np.where(known & mask, tokens.sum_doubt, 0)
             strata.add(version, tokens.clusters, n, tokens.sum_abs)
@@ -127,7 +127,7 @@ class EngineAge(Streaming):
 
     code = "GROWS_WITH_ENGINE_AGE"
     title = "the mismatch grows with the age of the engine and falls at its restart"
-    needs = (*BOTH, "engine_age")
+    needs: tuple[str, ...] = (*BOTH, "engine_age")
     priority = 80
     remedy = (
         "Something outlives the weight updates in the engine: KV or prefix caches that are not "
@@ -141,7 +141,7 @@ class EngineAge(Streaming):
         self.life, self.oldest = 0, 0
 
     def see(self, tokens: TokenView) -> None:
-        age = tokens.batch.scalar("engine_age").astype(np.int64)
+        age = tokens.scalar("engine_age").astype(np.int64)
         life = np.empty_like(age)
         for i, a in enumerate(age.tolist()):
             if 0 <= a < self.oldest / 2:
@@ -177,7 +177,7 @@ class Resume(Streaming):
 
     code = "AFTER_RESUME"
     title = "the mismatch is high right after a resume"
-    needs = (*BOTH, "run_id", "step")
+    needs: tuple[str, ...] = (*BOTH, "run_id", "step")
     priority = 70
     remedy = (
         "Push the checkpoint's weights before the first rollout, and hold training until the "
@@ -193,7 +193,7 @@ class Resume(Streaming):
         self.order: dict[str, int] = {}
 
     def see(self, tokens: TokenView) -> None:
-        runs, steps = tokens.batch.scalar("run_id"), tokens.batch.scalar("step")
+        runs, steps = tokens.scalar("run_id"), tokens.scalar("step")
         offset = np.zeros(len(steps), dtype=np.int64)
         number = np.full(len(steps), -1, dtype=np.int64)
         for name in dict.fromkeys(runs.tolist()):

@@ -31,25 +31,32 @@ class Level(Streaming):
         super().__init__()
         self.abs, self.signed, self.k3, self.ratio = Strata(), Strata(), Strata(), Strata()
         self.series = Strata()
+        self.lagging = 0
 
     def see(self, tokens: TokenView) -> None:
         zero = np.zeros(len(tokens.n), dtype=np.int64)
+        fresh = tokens.lag == 0  # what staleness does is measured apart
+        self.lagging += int((~fresh).sum())
+        n = np.where(fresh, tokens.n, 0)
         for strata, x in (
             (self.abs, tokens.sum_abs),
             (self.signed, tokens.sum_d),
             (self.k3, tokens.sum_k3),
             (self.ratio, tokens.sum_ratio),
         ):
-            strata.add(zero, tokens.clusters, tokens.n, x)
-        step = tokens.batch.scalar("step").astype(np.int64)
-        self.series.add(step, tokens.clusters, tokens.sum_doubt, tokens.sum_abs)
+            strata.add(zero, tokens.clusters, n, x)
+        step = tokens.scalar("step").astype(np.int64)
+        doubt = np.where(fresh, tokens.sum_doubt, 0)
+        self.series.add(step, tokens.clusters, doubt, tokens.sum_abs)
 
     def judge(self, header: Header) -> list[CheckResult]:
         size, k3, signed = self.abs.mean(0), self.k3.mean(0), self.signed.mean(0)
+        if size.clusters < 2 and self.lagging:
+            return [self.too_little("every comparable row is stale: needs rows at lag 0")]
         if size.clusters < 2:
             return [self.too_little("needs comparable tokens of 2 prompts")]
         dtypes = [d for d in (header.trainer_dtype, header.engine_dtype) if d]
-        limit = max((_limit(d) for d in dtypes), default=LIMITS["bfloat16"])
+        limit = max((limit_of(d) for d in dtypes), default=LIMITS["bfloat16"])
         row = {
             "mean_abs_log_ratio": size.value,
             "mean_log_ratio": signed.value,
@@ -62,14 +69,14 @@ class Level(Streaming):
         if k3.beyond(STOP_KL):
             text = f"k3 is {k3.value:.3g}: stop the run, no correction helps here"
             return [self.found(text, [row])]
-        unequal = len({_limit(d) for d in dtypes}) > 1
+        unequal = len({limit_of(d) for d in dtypes}) > 1
         symmetric = abs(signed.value) < 0.2 * size.value
         if (
             (unequal or not dtypes or size.beyond(limit))
             and 3e-3 < size.value < TWO_PRECISIONS
             and symmetric
             and change(self.series) is None
-            and (not dtypes or any(_limit(d) >= LIMITS["float16"] for d in dtypes))
+            and (not dtypes or any(limit_of(d) >= LIMITS["float16"] for d in dtypes))
         ):
             if unequal:
                 text = f"{header.engine_dtype} engine under a {header.trainer_dtype} trainer"
@@ -92,7 +99,8 @@ class Level(Streaming):
         return [self.clean(f"mean |log p - log q| {size.value:.3g} within {limit:g}", [row])]
 
 
-def _limit(dtype: str) -> float:
+def limit_of(dtype: str) -> float:
+    """Mean |log p - log q| that clean kernels of a dtype stay under, nats."""
     name = dtype.removeprefix("torch.")
     if name in LIMITS:
         return LIMITS[name]

@@ -72,7 +72,7 @@ class MissingLogprobs(Streaming):
     code = "NONFINITE_LOGPROBS"
     title = "sampled tokens without a finite log-prob"
     priority = 45
-    needs = ()
+    needs: tuple[str, ...] = ()
     remedy = (
         "Find where they arise before any nan_to_num: a masked or clamped token is silently "
         "trained on or dropped. NaN at p near 1 is a known engine fault; NaN after a weight push "
@@ -97,7 +97,7 @@ class MissingLogprobs(Streaming):
         sampled = batch.sampled
         self.sampled += int(np.count_nonzero(sampled))
         for name in BOTH:
-            if not batch.has(name):
+            if not tokens.has(name):
                 continue
             self.seen[name] = True
             value = batch.tokens(name)[sampled]
@@ -105,7 +105,7 @@ class MissingLogprobs(Streaming):
             self.missing[name] += int(np.isnan(value).sum()) if bad.any() else 0
             self.infinite[name] += int(np.isinf(value).sum()) if bad.any() else 0
             self.sentinels[name] += int((value <= SENTINEL).sum() - np.isneginf(value).sum())
-            if name == "sampler_logprob" and bad.any() and batch.has("trainer_logprob"):
+            if name == "sampler_logprob" and bad.any() and tokens.has("trainer_logprob"):
                 trainer = batch.tokens("trainer_logprob")[sampled][bad]
                 self.certain += int((trainer > INFORMATIVE).sum())
 
@@ -125,13 +125,15 @@ class MissingLogprobs(Streaming):
             }
             for name in BOTH
         ]
-        bad = sum(r["missing"] + r["infinite"] + r["sentinels"] for r in rows)
+        bad = sum(
+            count[name] for count in (self.missing, self.infinite, self.sentinels) for name in BOTH
+        )
         if not bad:
             return [self.clean(f"{self.sampled} sampled tokens, both sides finite", rows)]
         text = f"{bad} values of {self.sampled} sampled tokens are missing, infinite or sentinels"
         if self.certain:
             text += f"; {self.certain} of them where the trainer gives p > 0.99"
-        return [self.found(text, sorted(rows, key=lambda r: -r["missing"]))]
+        return [self.found(text, sorted(rows, key=lambda r: -self.missing[str(r["column"])]))]
 
 
 class Aggregation(Streaming):

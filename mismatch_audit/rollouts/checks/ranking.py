@@ -24,7 +24,7 @@ STANDALONE = {
 }
 """Faults of their own: they are in the tokens or the plumbing, and no mismatch explains them."""
 
-FOLLOWS_ONLY = {"NONFINITE_LOGPROBS": {"RELOAD_CORRUPTS"}}
+FOLLOWS_ONLY = {"NONFINITE_LOGPROBS": {"RELOAD_CORRUPTS", "SHIFTED_LOGPROBS"}}
 """Findings that follow from these causes alone."""
 
 

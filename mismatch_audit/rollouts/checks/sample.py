@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mismatch_audit.rollouts.batch import TokenBatch
-from mismatch_audit.rollouts.checks.view import keys
+from mismatch_audit.rollouts.checks.view import view
 from mismatch_audit.rollouts.schema import LISTS, SCALARS
 
 Array = npt.NDArray[Any]
@@ -68,7 +68,8 @@ class Sample:
         if batch is self._last:
             return
         self._last = batch
-        names, steps = keys(batch), batch.scalar("step")
+        tokens = view(batch)
+        names, steps = tokens.keys, tokens.scalar("step")
         code = np.array([_hash(f"{n}/{s}") for n, s in zip(names, steps, strict=True)], object)
         for s in np.flatnonzero(code < self._ceiling):
             if code[s] < self._ceiling:
@@ -91,7 +92,7 @@ class Sample:
         here = slice(start, end)
         present = batch.records.schema.names
         columns = {c: batch.tokens(c)[here].copy() for c in LIST_COLUMNS if c in present}
-        scalars = {c: batch.scalar(c)[s] for c in SCALAR_COLUMNS if c in SCALARS}
+        scalars = {c: view(batch).scalar(c)[s] for c in SCALAR_COLUMNS if c in SCALARS}
         group.append(Row(name, scalars, columns, batch.both[here].copy(), whole))
         self.tokens += end - start
         while self.tokens > self.budget and len(self.groups) > 1:

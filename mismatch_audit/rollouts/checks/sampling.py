@@ -123,7 +123,7 @@ class RescoreTemperature(SampleCheck):
 
     code = "RESCORE_TEMPERATURE"
     title = "the engine's re-scoring uses another temperature"
-    needs = ("sampler_logprob", "rescore_logprob")
+    needs: tuple[str, ...] = ("sampler_logprob", "rescore_logprob")
     priority = 84
     remedy = "Send the sampling temperature with the re-scoring request (it was fixed, often to 0)."
 

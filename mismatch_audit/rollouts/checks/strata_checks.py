@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mismatch_audit.rollouts.checks.base import CheckResult
 from mismatch_audit.rollouts.checks.strata import Mean, Strata
 from mismatch_audit.rollouts.checks.streaming import BOTH, Streaming
-from mismatch_audit.rollouts.checks.view import TokenView
+from mismatch_audit.rollouts.checks.view import TokenView, unknown
 from mismatch_audit.rollouts.schema import Header
 
 Array = npt.NDArray[Any]
@@ -29,7 +29,7 @@ FLOOR = 1e-4
 class LeftPadding(Streaming):
     code = "LEFT_PADDING"
     title = "mismatch depends on the trainer's left padding"
-    needs = (*BOTH, "n_left_pad")
+    needs: tuple[str, ...] = (*BOTH, "n_left_pad")
     priority = 78
     remedy = (
         "Pass position_ids computed from the attention mask (cumsum - 1) to the trainer's forward, "
@@ -41,7 +41,7 @@ class LeftPadding(Streaming):
         self.strata = Strata()
 
     def see(self, tokens: TokenView) -> None:
-        pad = tokens.batch.scalar("n_left_pad").astype(np.int64)
+        pad = tokens.scalar("n_left_pad").astype(np.int64)
         # octaves of padding: 0, 1, 2-3, 4-7, ...
         octave = np.ceil(np.log2(np.maximum(pad, 0) + 1)).astype(np.int64)
         n = np.where(pad >= 0, tokens.sum_doubt, 0)
@@ -73,8 +73,8 @@ class Named(Streaming):
         self.strata = Strata(limit=256)
 
     def see(self, tokens: TokenView) -> None:
-        names = tokens.batch.scalar(self.column)
-        known = ~np.equal(names, None)
+        names = tokens.scalar(self.column)
+        known = ~unknown(names)
         n = np.where(known, tokens.sum_doubt, 0)
         self.strata.add(names, tokens.clusters, n, tokens.sum_abs)
 
@@ -97,7 +97,7 @@ class Environment(Named):
     code = "ENVIRONMENT_MISMATCH"
     title = "the mismatch belongs to one environment"
     column = "environment"
-    needs = (*BOTH, "environment")
+    needs: tuple[str, ...] = (*BOTH, "environment")
     priority = 55
     remedy = "Look at what that environment adds: its template, tools, images, or response length."
 
@@ -106,7 +106,7 @@ class Engine(Named):
     code = "ENGINE_VERSION"
     title = "the mismatch belongs to one engine or engine version"
     column = "engine"
-    needs = (*BOTH, "engine")
+    needs: tuple[str, ...] = (*BOTH, "engine")
     priority = 56
     remedy = "Keep a baseline for each engine version, and bisect between the two below."
 
@@ -116,7 +116,7 @@ class MicroBatch(Streaming):
 
     code = "MICROBATCH_VARIANCE"
     title = "the trainer's log-probs depend on the micro-batch"
-    needs = (*BOTH, "microbatch_rows")
+    needs: tuple[str, ...] = (*BOTH, "microbatch_rows")
     severity = "warning"
     priority = 60
     remedy = "Score with the micro-batch that is trained with, or use batch-invariant kernels."
@@ -126,7 +126,7 @@ class MicroBatch(Streaming):
         self.strata = Strata(limit=128)
 
     def see(self, tokens: TokenView) -> None:
-        rows = tokens.batch.scalar("microbatch_rows").astype(np.int64)
+        rows = tokens.scalar("microbatch_rows").astype(np.int64)
         n = np.where(rows > 0, tokens.sum_doubt, 0)
         self.strata.add(rows, tokens.clusters, n, tokens.sum_abs)
 
@@ -153,7 +153,7 @@ class TrainerNoise(Streaming):
 
     code = "TRAINER_NOT_REPRODUCIBLE"
     title = "the trainer does not reproduce its own log-probs"
-    needs = ("trainer_logprob", "current_logprob")
+    needs: tuple[str, ...] = ("trainer_logprob", "current_logprob")
     severity = "warning"
     priority = 61
     remedy = (
@@ -201,7 +201,7 @@ class Routing(Streaming):
 
     code = "ROUTING_CHANGED"
     title = "the mismatch sits on tokens whose experts changed"
-    needs = (*BOTH, "routing_changed")
+    needs: tuple[str, ...] = (*BOTH, "routing_changed")
     priority = 64
     remedy = "Replay the engine's routing in the trainer (routed_experts, R3)."
 

@@ -57,11 +57,12 @@ class Streaming:
         self.absent: set[str] = set(self.needs)
 
     def update(self, batch: TokenBatch) -> None:
-        lacking = {name for name in self.needs if not batch.has(name)}
+        tokens = view(batch)
+        lacking = {name for name in self.needs if not tokens.has(name)}
         self.absent -= set(self.needs) - lacking
         if not lacking:
             self.batches += 1
-            self.see(view(batch))
+            self.see(tokens)
 
     def finish(self, header: Header) -> list[CheckResult]:
         if not self.batches:

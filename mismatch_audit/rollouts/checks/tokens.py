@@ -28,7 +28,7 @@ class EndOfSequence(Streaming):
 
     code = "STOP_WITHOUT_EOS"
     title = "responses that stopped do not end in a known EOS"
-    needs = ("finish_reason",)
+    needs: tuple[str, ...] = ("finish_reason",)
     priority = 58
     remedy = (
         "Give the trainer every EOS id of the model's generation_config: what it does not know as "
@@ -45,7 +45,7 @@ class EndOfSequence(Streaming):
         batch = tokens.batch
         full = batch.lengths > 0
         last = batch.tokens("token_ids")[batch.offsets[1:][full] - 1]
-        reason = batch.scalar("finish_reason")[full]
+        reason = tokens.scalar("finish_reason")[full]
         for name, counter in (("stop", self.stopped), ("length", self.cut)):
             ids, counts = np.unique(last[reason == name], return_counts=True)
             for i, c in zip(ids.tolist(), counts.tolist(), strict=True):
@@ -86,7 +86,7 @@ class TokenIds(Streaming):
 
     code = "TOKEN_OUTSIDE_VOCABULARY"
     title = "token ids outside the vocabulary"
-    needs = ("token_ids",)
+    needs: tuple[str, ...] = ("token_ids",)
     priority = 100
     remedy = (
         "Mask the padded rows of the head on both sides; check that one tokenizer made the ids."
@@ -147,7 +147,7 @@ class TurnSeparator(SampleCheck):
 
     code = "TURN_SEPARATOR_MISSING"
     title = "the separator after EOS is missing between turns"
-    needs = ("origin", "token_ids")
+    needs: tuple[str, ...] = ("origin", "token_ids")
     priority = 57
     remedy = (
         "The engine stops at EOS while the template goes on (a newline, say): append what the "
@@ -193,7 +193,7 @@ class RoundTrip(SampleCheck):
 
     code = "TOKENIZER_MISMATCH"
     title = "prompts do not survive decode and encode"
-    needs = ("token_ids",)
+    needs: tuple[str, ...] = ("token_ids",)
     priority = 99
     remedy = "The tokenizer given is not the log's: compare tokenizer digests, special tokens too."
     TRIED = 128

@@ -26,7 +26,7 @@ class PrefixExtension(Streaming):
 
     code = "PREFIX_NOT_EXTENDED"
     title = "a turn does not start with the turns before it"
-    needs = ("sample_id", "token_ids")
+    needs: tuple[str, ...] = ("sample_id", "token_ids")
     severity = "error"
     priority = 60
 
@@ -40,9 +40,9 @@ class PrefixExtension(Streaming):
     def see(self, tokens: TokenView) -> None:
         batch = tokens.batch
         ids, at = batch.tokens("token_ids"), batch.offsets
-        names, steps = batch.scalar("sample_id"), batch.scalar("step")
-        run = batch.scalar("run_id")
-        prompt_len = batch.scalar("prompt_len")
+        names, steps = tokens.scalar("sample_id"), tokens.scalar("step")
+        run = tokens.scalar("run_id")
+        prompt_len = tokens.scalar("prompt_len")
         same = np.flatnonzero((names[1:] == names[:-1]) & (steps[1:] == steps[:-1])) + 1
         todo = same.tolist()
         if self.held and len(names) and self.held[0] == (run[0], steps[0], names[0]):

@@ -25,6 +25,20 @@ class TokenView:
 
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
+        self._has: dict[str, bool] = {}
+        self._scalars: dict[str, Array] = {}
+
+    def has(self, name: str) -> bool:
+        """``TokenBatch.has``, asked once."""
+        if name not in self._has:
+            self._has[name] = self.batch.has(name)
+        return self._has[name]
+
+    def scalar(self, name: str) -> Array:
+        """``TokenBatch.scalar``, decoded once."""
+        if name not in self._scalars:
+            self._scalars[name] = self.batch.scalar(name)
+        return self._scalars[name]
 
     @cached_property
     def where(self) -> Array:
@@ -107,24 +121,31 @@ class TokenView:
         return self._edges[1:][self.n > 0] - 1
 
     @cached_property
+    def keys(self) -> Array:
+        """``[S]`` object: the prompt's id, else the sample's: the unit of statistics."""
+        names = self.scalar("group_id")
+        missing = unknown(names)
+        return np.where(missing, self.scalar("sample_id"), names) if missing.any() else names
+
+    @cached_property
     def clusters(self) -> Array:
         """``[S]`` int64: the prompt a sequence belongs to, numbered within the batch."""
-        names = keys(self.batch)
+        names = self.keys
         return np.unique(names.astype(str), return_inverse=True)[1]
 
     @cached_property
     def version(self) -> Array:
         """``[S]`` int64: the sampler's weights version (the newest it used), -1 unknown."""
-        newest = self.batch.scalar("weights_version_max")
+        newest = self.scalar("weights_version_max")
         if not (newest < 0).any():
             return newest
-        return np.where(newest < 0, self.batch.scalar("weights_version_min"), newest)
+        return np.where(newest < 0, self.scalar("weights_version_min"), newest)
 
     @cached_property
     def lag(self) -> Array:
         """``[S]`` int64: trainer's version less the sampler's oldest; 0 where either is unknown."""
-        trainer = self.batch.scalar("trainer_version")
-        oldest = self.batch.scalar("weights_version_min")
+        trainer = self.scalar("trainer_version")
+        oldest = self.scalar("weights_version_min")
         oldest = np.where(oldest < 0, self.version, oldest)
         return np.where((trainer >= 0) & (oldest >= 0), trainer - oldest, 0)
 
@@ -137,11 +158,9 @@ def view(batch: TokenBatch) -> TokenView:
     return held
 
 
-def keys(batch: TokenBatch) -> Array:
-    """``[S]`` object: the prompt's id, else the sample's: the unit of statistics."""
-    names = batch.scalar("group_id")
-    missing = np.equal(names, None)
-    return np.where(missing, batch.scalar("sample_id"), names) if missing.any() else names
+def unknown(names: Array) -> Array:
+    """``[S]`` bool: where a string column is null."""
+    return np.array([name is None for name in names.tolist()], dtype=bool)
 
 
 def segment_sums(values: Array, edges: Array) -> Array:
