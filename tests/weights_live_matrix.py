@@ -83,8 +83,12 @@ class LiveMatrix:
             engine = self.engine(kind)
             engine.push(self.start[kind])
             fault = next((f for f in MENU if f.flag == flag), None)
-            subject = engine if fault is None else FaultyEngine(engine, fault)
-            self.results[kind, flag] = audit_sync(subject, self.new)
+            if fault is None:
+                self.results[kind, flag] = audit_sync(engine, self.new)
+            else:
+                broken = FaultyEngine(engine, fault)
+                self.results[kind, flag] = audit_sync(broken, self.new)
+                broken.undo()
         return self.results[kind, flag]
 
     def close(self) -> None:

@@ -92,11 +92,12 @@ def compared_with_engine(
 
     from mismatch_audit.weights.compare import CompareOptions
     from mismatch_audit.weights.live.audit import compare_live
+    from mismatch_audit.weights.live.base import local_checkpoint
     from mismatch_audit.weights.schemes import scheme_by_name
     from mismatch_audit.weights.sides import open_side
     from mismatch_audit.weights.workers import default_threads
 
-    master = open_side(trainer, adapter)
+    master = open_side(local_checkpoint(str(trainer)), adapter)
     before = open_side(previous, peer=master.checkpoint) if previous else None
     options = CompareOptions(
         cast, scheme_by_name(quantiser) if quantiser else None, threads or default_threads()
@@ -109,7 +110,9 @@ def compared_with_engine(
 
 
 def sync(
-    checkpoint: Annotated[Path, typer.Argument(help="Master checkpoint that is pushed.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Master checkpoint that is pushed (or sample).")
+    ],
     engine: Annotated[
         str,
         typer.Option(
@@ -145,15 +148,21 @@ def sync(
     4 the engine serves another model.
     """
     from mismatch_audit.weights.live.audit import SyncOptions, audit_sync
+    from mismatch_audit.weights.live.base import local_checkpoint
 
+    checkpoint = local_checkpoint(str(checkpoint))
     if not checkpoint.is_dir():
         raise InputError("no such checkpoint folder", where=str(checkpoint))
     broken = _fault(inject)
     options = SyncOptions(export=export, version=version, scratch=scratch, threads=threads)
     with EngineChoice(engine_dtype, engine_arg, scratch).open(engine) as live:
-        subject = live if broken is None else broken(live)
+        subject: Any = live if broken is None else broken(live)
         say = (lambda _: None) if as_json else (lambda text: typer.echo(f"... {text}", err=True))
-        report = audit_sync(subject, checkpoint, options, say)
+        try:
+            report = audit_sync(subject, checkpoint, options, say)
+        finally:
+            if broken is not None:
+                subject.undo()
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
     else:

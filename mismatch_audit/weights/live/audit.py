@@ -139,7 +139,9 @@ class _Audit:
         scheme = any(s is not None for s in quantised_parts(engine).values())
         filled = engine.fill_scales() if scheme else 0
         old_version = engine.weight_version()
-        version = options.version if options.version is not None else _number(old_version) + 1
+        version = options.version
+        if version is None:
+            version = max(_number(old_version), 0) + 1
         self.say(f"pushing {len(sent.dtypes)} tensors as version {version}")
         push = options.push or (lambda s, v: engine.push(s.folder, v))
         receipt = push(sent, version)

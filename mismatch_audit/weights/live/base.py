@@ -156,7 +156,7 @@ def open_engine(spec: str, **options: Any) -> LiveEngine:
         from mismatch_audit.weights.live.http import HttpEngine
 
         return HttpEngine(spec, **options)
-    folder = Path(spec.removeprefix(IN_PROCESS))
+    folder = local_checkpoint(spec.removeprefix(IN_PROCESS))
     if not (folder / "config.json").is_file():
         raise InputError(
             "no engine: neither http://host:port nor a checkpoint folder with a config.json",
@@ -166,3 +166,10 @@ def open_engine(spec: str, **options: Any) -> LiveEngine:
     from mismatch_audit.weights.live.process import ProcessEngine
 
     return ProcessEngine(folder, **options)
+
+
+def local_checkpoint(name: str) -> Path:
+    """A checkpoint folder; ``sample`` is the sample model's, built when absent."""
+    from mismatch_audit.sample_model import SAMPLE_NAME, sample_model_path
+
+    return sample_model_path() if name == SAMPLE_NAME else Path(name).expanduser()

@@ -350,11 +350,18 @@ class WeightExtension(CaptureExtension):
         return len(self._audit_kept)
 
     def audit_weights_zero(self, buffer: str) -> int:
-        """Fault injection: zero every buffer of this name."""
+        """Fault injection: zero every buffer of this name (``unzero`` puts them back)."""
         owners = [m for m in self._audit_model().modules() if hasattr(m, buffer)]
-        for owner in owners:
-            getattr(owner, buffer).zero_()
+        self._audit_zeroed = [(getattr(o, buffer), getattr(o, buffer).clone()) for o in owners]
+        for value, _ in self._audit_zeroed:
+            value.zero_()
         return len(owners)
+
+    def audit_weights_unzero(self) -> int:
+        """Fault injection: the zeroed buffers as they were."""
+        for value, kept in self._audit_zeroed:
+            value.copy_(kept)
+        return len(self._audit_zeroed)
 
 
 def _plain(value: Any) -> Any:

@@ -153,6 +153,13 @@ class FaultyEngine:
         self._echo: Path | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="mismatch-audit-fault-")
         self._count = 0
+        self._zeroed = False
+
+    def undo(self) -> None:
+        """Mend what a later push would not."""
+        if self._zeroed:
+            self._inner.rpc("audit_weights_unzero")
+            self._zeroed = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -161,6 +168,7 @@ class FaultyEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.undo()
         self._inner.close()
         self._scratch.cleanup()
 
@@ -178,8 +186,9 @@ class FaultyEngine:
         receipt = self._inner.push(checkpoint, version, flush=flush and flag != "stale_cache")
         if flag == "stale_copy":
             self._inner.rpc("audit_weights_restore")
-        if flag == "rope_zeroed":
+        if flag == "rope_zeroed" and not self._zeroed:
             self._inner.rpc("audit_weights_zero", "cos_sin_cache")
+            self._zeroed = True
         return receipt
 
     def _acknowledged(self, checkpoint: Path, version: Version) -> PushReceipt:
