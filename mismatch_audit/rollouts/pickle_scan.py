@@ -42,7 +42,6 @@ def _tables() -> tuple[re.Pattern[bytes], dict[int, int], set[int]]:
 
 _FIXED, _COUNTED, _LINES = _tables()
 _TWO_LINES = {ord("c"), ord("i")}
-_MAX_LINE = 10_000
 
 
 def scan(data: Any, start: int = 0) -> int:
@@ -89,7 +88,7 @@ def scan(data: Any, start: int = 0) -> int:
 
 
 def _line_end(data: Any, at: int, end: int) -> int:
-    stop: int = data.find(b"\n", at, min(end, at + _MAX_LINE))
+    stop: int = data.find(b"\n", at, end)
     if stop < 0:
         raise ValueError("a text argument has no end")
     return stop + 1

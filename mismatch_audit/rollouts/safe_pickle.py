@@ -13,6 +13,7 @@ import mmap
 import pickle
 import re
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -217,12 +218,14 @@ class SafeUnpickler(pickle.Unpickler):
         self._classes: dict[str, type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        # Protocols below 3 name Python 2's modules: __builtin__, copy_reg, commands.
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         path = f"{module}.{name}"
         if path in self._known:
             return self._known[path]
         root = module.split(".")[0]
-        if root in ("nt", "__builtin__"):  # another system's os, Python 2's builtins
-            root = "builtins"
+        if root == "nt":  # another system's os
+            root = "os"
         if (
             root in sys.stdlib_module_names
             and root not in _HARMLESS
