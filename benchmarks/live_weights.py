@@ -38,7 +38,8 @@ def moved_copy(source: Path, folder: Path) -> Path:
 
 def measure(dtype: str) -> list[str]:
     from mismatch_audit.sample_model import sample_model_path
-    from mismatch_audit.weights.live.audit import audit_sync, compare_live
+    from mismatch_audit.weights.live.audit import audit_sync
+    from mismatch_audit.weights.live.compare import compare_live
     from mismatch_audit.weights.live.process import ProcessEngine
     from mismatch_audit.weights.sides import open_side
 
@@ -70,7 +71,7 @@ def measure(dtype: str) -> list[str]:
         f"| read everything back through the kernels | {read:.1f} |",
         f"| the same and compare it, bit by bit: exit {clean.exit_code} | {compared:.1f} |",
         f"| the loader's part of a push | {report.receipt.seconds:.2f} |",
-        f"| a push under audit (5 loads, 2 read-backs): exit {report.exit_code} | {audit:.1f} |",
+        f"| a push under audit (4 loads, 2 read-backs): exit {report.exit_code} | {audit:.1f} |",
         "",
         f"That push ended with: {report.cause or 'no finding'}. Of the engine's checksums: "
         f"{blind.detail}.",

@@ -16,7 +16,7 @@ import torch
 from live_models import CONFIG, INT8, Tensors, master, quantised, stepped, write
 
 from mismatch_audit.weights.live.audit import audit_sync
-from mismatch_audit.weights.live.faults import MENU, FaultyEngine, LiveFault
+from mismatch_audit.weights.live.faults import MENU, LiveFault, audit_faulty
 from mismatch_audit.weights.live.process import ProcessEngine
 from mismatch_audit.weights.live.report import SyncReport
 
@@ -86,9 +86,7 @@ class LiveMatrix:
             if fault is None:
                 self.results[kind, flag] = audit_sync(engine, self.new)
             else:
-                broken = FaultyEngine(engine, fault)
-                self.results[kind, flag] = audit_sync(broken, self.new)
-                broken.undo()
+                self.results[kind, flag] = audit_faulty(engine, fault, self.new)
         return self.results[kind, flag]
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from kernel_contracts.errors import InputError
 if TYPE_CHECKING:
     from mismatch_audit.weights.findings import WeightReport
     from mismatch_audit.weights.live.base import LiveEngine
+    from mismatch_audit.weights.live.faults import LiveFault
     from mismatch_audit.weights.live.report import SyncReport
 
 EngineDtype = Annotated[
@@ -91,8 +92,8 @@ def compared_with_engine(
     import tempfile
 
     from mismatch_audit.weights.compare import CompareOptions
-    from mismatch_audit.weights.live.audit import compare_live
     from mismatch_audit.weights.live.base import local_checkpoint
+    from mismatch_audit.weights.live.compare import compare_live
     from mismatch_audit.weights.schemes import scheme_by_name
     from mismatch_audit.weights.sides import open_side
     from mismatch_audit.weights.workers import default_threads
@@ -153,16 +154,16 @@ def sync(
     checkpoint = local_checkpoint(str(checkpoint))
     if not checkpoint.is_dir():
         raise InputError("no such checkpoint folder", where=str(checkpoint))
-    broken = _fault(inject)
+    fault = _fault(inject)
     options = SyncOptions(export=export, version=version, scratch=scratch, threads=threads)
+    say = (lambda _: None) if as_json else (lambda text: typer.echo(f"... {text}", err=True))
     with EngineChoice(engine_dtype, engine_arg, scratch).open(engine) as live:
-        subject: Any = live if broken is None else broken(live)
-        say = (lambda _: None) if as_json else (lambda text: typer.echo(f"... {text}", err=True))
-        try:
-            report = audit_sync(subject, checkpoint, options, say)
-        finally:
-            if broken is not None:
-                subject.undo()
+        if fault is None:
+            report = audit_sync(live, checkpoint, options, say)
+        else:
+            from mismatch_audit.weights.live.faults import audit_faulty
+
+            report = audit_faulty(live, fault, checkpoint, options, say)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
     else:
@@ -170,13 +171,12 @@ def sync(
     raise typer.Exit(0 if exit_zero else report.exit_code)
 
 
-def _fault(flag: str | None) -> Any:
+def _fault(flag: str | None) -> LiveFault | None:
     if flag is None:
         return None
-    from mismatch_audit.weights.live.faults import FaultyEngine, fault_by_flag
+    from mismatch_audit.weights.live.faults import fault_by_flag
 
-    fault = fault_by_flag(flag)
-    return lambda engine: FaultyEngine(engine, fault)
+    return fault_by_flag(flag)
 
 
 def _show(report: SyncReport) -> None:

@@ -5,7 +5,6 @@ The same checks as on the simulated engine (``sync_checks.py``), fed from a runn
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,12 @@ from typing import Any
 
 import torch
 
-from kernel_contracts.errors import NotComparableError
 from mismatch_audit.weights import sync_checks as checks
 from mismatch_audit.weights.checkpoint import open_checkpoint
-from mismatch_audit.weights.compare import CompareOptions, compare_sides
+from mismatch_audit.weights.compare import CompareOptions
 from mismatch_audit.weights.findings import WeightReport
-from mismatch_audit.weights.live.base import LayerInfo, LiveEngine, NextToken, PushReceipt, Version
+from mismatch_audit.weights.live.base import LayerInfo, LiveEngine, PushReceipt, Version
+from mismatch_audit.weights.live.compare import check_comparable, compare_live
 from mismatch_audit.weights.live.engine_format import (
     FolderWriter,
     SentWeights,
@@ -28,14 +27,21 @@ from mismatch_audit.weights.live.engine_format import (
     write_for_engine,
 )
 from mismatch_audit.weights.live.report import SyncReport
-from mismatch_audit.weights.probes import Apply, probe_rows
+from mismatch_audit.weights.live.evidence import (
+    aligned,
+    answers,
+    declared_set,
+    decoded,
+    live_dtypes,
+    number,
+    scales_of,
+)
+from mismatch_audit.weights.probes import probe_rows
 from mismatch_audit.weights.rounding import nearest
-from mismatch_audit.weights.sides import SCALE_KINDS, Side, open_side
+from mismatch_audit.weights.sides import Side, open_side
 from mismatch_audit.weights.sync_checks import CheckResult
 from mismatch_audit.weights.values import served_values
 
-_SAME = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "intermediate_size", "vocab_size")  # fmt: skip
 _SEQUENCES, _LENGTH = 2, 64
 _Say = Callable[[str], None]
 
@@ -51,43 +57,6 @@ class SyncOptions:
     seed: int = 0
     scratch: Path | None = None
     threads: int | None = None
-
-
-def check_comparable(master: Side, engine: LiveEngine) -> None:
-    """Raises NotComparableError when the engine serves a model of another shape."""
-    ours, theirs = master.checkpoint.config, engine.facts().get("config") or {}
-    differ = [
-        f"{key} {ours[key]} against {theirs[key]}"
-        for key in _SAME
-        if key in ours and key in theirs and ours[key] != theirs[key]
-    ]
-    if differ:
-        raise NotComparableError(
-            f"the engine serves another model: {', '.join(differ)}",
-            where=engine.spec,
-            fix="start it with a checkpoint of the trainer's model",
-        )
-
-
-def compare_live(
-    master: Side, engine: LiveEngine, folder: Path, previous: Side | None = None,
-    options: CompareOptions | None = None,
-) -> WeightReport:  # fmt: skip
-    """What the engine applies now against the cast of the master, tensor by tensor."""
-    check_comparable(master, engine)
-    served = open_side(engine.read_back(folder), peer=master.checkpoint)
-    served.label = engine.spec
-    master.unsigned_zeros = True
-    try:
-        report = compare_sides(master, served, previous, options or CompareOptions())
-    finally:
-        master.unsigned_zeros = False
-    for name in getattr(engine, "unread", ()):
-        report.unread.append(name)
-        report.notes.append(f"{name}: stored in a format that cannot be read back here")
-    for name in getattr(engine, "off_scale", ()):
-        report.notes.append(f"{name}: the kernel applies another scale than its parameter holds")
-    return report
 
 
 def audit_sync(
@@ -135,18 +104,18 @@ class _Audit:
             if options.export is not None
             else write_for_engine(self.master, engine, self.scratch / "push")
         )
-        self._add(checks.incoming_dtype(sent.dtypes, _live_dtypes(before)))
+        self._add(checks.incoming_dtype(sent.dtypes, live_dtypes(before)))
         scheme = any(s is not None for s in quantised_parts(engine).values())
         filled = engine.fill_scales() if scheme else 0
         old_version = engine.weight_version()
         version = options.version
         if version is None:
-            version = max(_number(old_version), 0) + 1
+            version = max(number(old_version), 0) + 1
         self.say(f"pushing {len(sent.dtypes)} tensors as version {version}")
         push = options.push or (lambda s, v: engine.push(s.folder, v))
         receipt = push(sent, version)
-        self._add(checks.version_check(_number(old_version), _number(engine.weight_version()),
-                                       _number(version)))  # fmt: skip
+        self._add(checks.version_check(number(old_version), number(engine.weight_version()),
+                                       number(version)))  # fmt: skip
         self._cache(prompt, warm)
         self.say("reading back what the engine applies after the push")
         read_back = compare_live(
@@ -155,8 +124,9 @@ class _Audit:
         after = open_side(self.scratch / "after", peer=self.master.checkpoint)
         self._read_back(read_back)
         if scheme:
-            self._add(checks.unwritten_scales(_scales(after), filled))
-            self._add(checks.set_audit(sent.quantised, frozenset(quantised_parts(engine))))
+            self._add(checks.unwritten_scales(scales_of(after), filled))
+            declared = sent.quantised if options.export else declared_set(engine)
+            self._add(checks.set_audit(declared, frozenset(quantised_parts(engine))))
         now = {name: dtype for name, (_, dtype) in engine.parameters().items()}
         self._add(checks.live_dtype(dtypes_before, now))
         self.say("probing layers")
@@ -206,7 +176,7 @@ class _Audit:
             return
         served = self.engine.next_tokens([prompt])[0]
         fresh = self.engine.next_tokens([prompt], use_cache=False)[0]
-        rows = _aligned(served, fresh)
+        rows = aligned(served, fresh)
         self._add(checks.prefix_cache(warm, *rows, hits_after=served.cached_tokens or 0))
 
     def _read_back(self, report: WeightReport) -> None:
@@ -229,12 +199,12 @@ class _Audit:
         stored = after.checkpoint.ranks[0]
         own, anchored = [], []
         for name, layer in layers.items():
-            weight = _decoded(stored, name)
+            weight = decoded(stored, name)
             if weight is not None:
-                own.append((name, _answers(applied[name]), weight))
+                own.append((name, answers(applied[name]), weight))
             master = self._master_of(layer)
             if master is not None and master.shape == (layer.out_features, layer.in_features):
-                anchored.append((name, _answers(applied[name]), master))
+                anchored.append((name, answers(applied[name]), master))
         self._add(checks.dense_self_probe(own))
         self._add(checks.anchored_probe(anchored))
         if len(anchored) < len(layers):
@@ -331,53 +301,3 @@ class _Audit:
         dtype = getattr(torch, str(self.engine.facts()["dtype"]))
         unsent = nearest(master + noise, dtype).float()
         self._add(checks.withheld_push(not torch.equal(served, unsent), "the read-back"))
-
-
-def _number(version: Version) -> int:
-    """A version as a number; -1 for none, or one that is no number (vLLM starts at "default")."""
-    text = str(version)
-    return int(text) if text.isdecimal() else -1
-
-
-def _live_dtypes(side: Side) -> dict[str, str]:
-    return {
-        name: str(pieces[0].view().dtype).removeprefix("torch.")
-        for name, pieces in side.layout.tensors.items()
-    }
-
-
-def _scales(side: Side) -> dict[str, torch.Tensor]:
-    return {
-        name: stored.tensor()
-        for rank in side.checkpoint.ranks
-        for name, stored in rank.items()
-        if name.endswith(SCALE_KINDS)
-    }
-
-
-def _decoded(stored: dict[str, Any], layer: str) -> torch.Tensor | None:
-    """A layer's own weight [out, in] as the read-back has it, dequantised."""
-    name = f"{layer}.weight"
-    if name not in stored:
-        return None
-    weight: torch.Tensor = stored[name].tensor()
-    if weight.element_size() > 1:
-        return weight.float()
-    scale = stored.get(f"{name}_scale")
-    return None if scale is None else weight.float() * scale.tensor().float()
-
-
-def _answers(rows: torch.Tensor) -> Apply:
-    """A layer whose answer to the probe's rows is known already."""
-    return lambda _: rows
-
-
-def _aligned(served: NextToken, fresh: NextToken) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both rows over the union of their tokens; a token that one lacks counts as its lowest."""
-    tokens = sorted({*served.top, *fresh.top})
-
-    def row(side: NextToken) -> torch.Tensor:
-        floor = min(side.top.values(), default=math.nan)
-        return torch.tensor([side.top.get(token, floor) for token in tokens], dtype=torch.float64)
-
-    return row(served), row(fresh)

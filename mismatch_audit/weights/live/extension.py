@@ -10,7 +10,6 @@ away (the parameter keeps no element), on a GPU kernels use repacked copies.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -18,16 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mismatch_audit.programs.capture import CaptureExtension
+from mismatch_audit.weights.live.injection import FaultInjection
+from mismatch_audit.weights.live.transit import Complaints, Shards, stored
 
 _CHUNK = 256
-_SHARD_BYTES = 1 << 30
-_LOADERS = ("vllm.model_executor.model_loader.reload.inplace",
-            "vllm.model_executor.model_loader.reload.layerwise")  # fmt: skip
-_TABLES = "RotaryEmbedding:"  # computed, in no checkpoint: the loader complains every time
 _DERIVED = ("azp_adj",)  # made from the payload when it is packed; no checkpoint has it
 # int8 payloads of at most 127 come back exactly when the kernel's output is good to 1 part in 256.
 _SCALE_TOLERANCE = 2**-7
@@ -37,50 +33,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Complaints(logging.Handler):
-    """What the loader says about weights that it was not given."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        loss = "not loaded" in text or "Failed to load" in text
-        if loss and not text.startswith(_TABLES):
-            self.lines.append(text[:500])
-
-
-def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a mapping)
-                yield name, file.get_tensor(name)
-
-
-class _Shards:
-    """Tensors of one rank, written in files of about a gibibyte."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank, self.count = folder, rank, 0
-        self.waiting: dict[str, torch.Tensor] = {}
-        self.bytes = self.names = 0
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        self.waiting[name] = value.detach().cpu().contiguous().clone()
-        self.bytes, self.names = self.bytes + value.nbytes, self.names + 1
-        if sum(item.nbytes for item in self.waiting.values()) >= _SHARD_BYTES:
-            self.write()
-
-    def write(self) -> None:
-        if self.waiting:
-            save_file(
-                self.waiting, self.folder / f"served-rank-{self.rank}-{self.count:05d}.safetensors"
-            )
-            self.waiting, self.count = {}, self.count + 1
-
-
-class WeightExtension(CaptureExtension):
+class WeightExtension(CaptureExtension, FaultInjection):
     """Methods that vLLM adds to its worker class; capture's come along, as there is one class."""
 
     rank: int
@@ -197,21 +150,17 @@ class WeightExtension(CaptureExtension):
     def audit_weights_push(self, folder: str) -> dict[str, Any]:
         """Load a checkpoint folder's tensors in place; layers that it does not name are kept."""
         sent: dict[str, int] = {}
+        if not any(Path(folder).glob("*.safetensors")):
+            return {"tensors": 0, "bytes": 0, "seconds": 0.0, "not_loaded": []}
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, value in _stored(Path(folder)):
+            for name, value in stored(Path(folder)):
                 sent[name] = value.nbytes
                 yield name, value
 
-        complaints, started = _Complaints(), time.perf_counter()
-        loggers = [logging.getLogger(name) for name in _LOADERS]
-        for logger in loggers:
-            logger.addHandler(complaints)
-        try:
+        started = time.perf_counter()
+        with Complaints() as complaints:
             self.model_runner.reload_weights(weights_iterator=tensors())
-        finally:
-            for logger in loggers:
-                logger.removeHandler(complaints)
         return {
             "tensors": len(sent),
             "bytes": sum(sent.values()),
@@ -245,7 +194,7 @@ class WeightExtension(CaptureExtension):
 
     def audit_weights_read(self, folder: str) -> dict[str, Any]:
         """Write what this rank applies as a checkpoint. unread: parameters that nothing covers."""
-        shards = _Shards(Path(folder), int(getattr(self, "rank", 0)))
+        shards = Shards(Path(folder), int(getattr(self, "rank", 0)))
         linears = self._audit_linears()
         done: set[str] = set()
         unread: list[str] = []
@@ -329,39 +278,6 @@ class WeightExtension(CaptureExtension):
         own = getattr(self, "compute_weight_checksums", None)
         found = own() if own is not None else {}
         return {name.rpartition(":")[2]: digest for name, digest in found.items()}
-
-    def audit_weights_keep(self, layer: str) -> list[str]:
-        """Fault injection: hold on to what a layer's kernel has now (see ``restore``)."""
-        module = self._audit_model().get_submodule(layer)
-        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
-        self._audit_kept = [
-            (owner, attribute, getattr(owner, attribute))
-            for owner, attribute in (
-                (module, "cpu_linear"), (kernel, "dnnl_handler"), (module, "cos_sin_cache")
-            )
-            if owner is not None and hasattr(owner, attribute)
-        ]  # fmt: skip
-        return [attribute for _, attribute, _ in self._audit_kept]
-
-    def audit_weights_restore(self) -> int:
-        """Fault injection: put the kept copies back, as an update that misses them would."""
-        for owner, attribute, value in self._audit_kept:
-            setattr(owner, attribute, value)
-        return len(self._audit_kept)
-
-    def audit_weights_zero(self, buffer: str) -> int:
-        """Fault injection: zero every buffer of this name (``unzero`` puts them back)."""
-        owners = [m for m in self._audit_model().modules() if hasattr(m, buffer)]
-        self._audit_zeroed = [(getattr(o, buffer), getattr(o, buffer).clone()) for o in owners]
-        for value, _ in self._audit_zeroed:
-            value.zero_()
-        return len(owners)
-
-    def audit_weights_unzero(self) -> int:
-        """Fault injection: the zeroed buffers as they were."""
-        for value, kept in self._audit_zeroed:
-            value.copy_(kept)
-        return len(self._audit_zeroed)
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 
 from kernel_contracts.errors import InputError
 from mismatch_audit.weights.checkpoint import open_checkpoint
-from mismatch_audit.weights.live.base import PushReceipt, Version
-from mismatch_audit.weights.live.engine_format import FolderWriter
-from mismatch_audit.weights.live.remote import ExtensionEngine
+from mismatch_audit.weights.live.audit import SyncOptions, audit_sync
+from mismatch_audit.weights.live.base import LiveEngine, PushReceipt, Version
+from mismatch_audit.weights.live.engine_format import FolderWriter, write_for_engine
+from mismatch_audit.weights.live.report import SyncReport
+from mismatch_audit.weights.sides import open_side
 
 Tensors = dict[str, torch.Tensor]
 
@@ -53,6 +55,8 @@ MENU = (
     LiveFault("echo", "read-back echoes the push, nothing loaded", "other memory", quantised=False),
     LiveFault("scale_not_sent", "scales of a layer not sent", "missing scale|never wr", True),
     LiveFault("scale_doubled", "scale doubled in the push", "scaled|quantizer", True),
+    LiveFault("incoming_dtype", "a norm sent in another dtype", "incoming dtype"),
+    LiveFault("unquantised", "a layer sent unquantised", "quantise different layers", True),
 )
 
 
@@ -145,11 +149,54 @@ _SENT: dict[str, Callable[[Tensors], Tensors]] = {
 _LAYER_OF_COPY = "mlp.down_proj"
 
 
+def _unquantised(tensors: Tensors) -> Tensors:
+    name = _one(tensors, "mlp.down_proj.weight")
+    rest = {n: v for n, v in tensors.items() if n != f"{name}_scale"}
+    return {**rest, name: tensors[name].float() * tensors[f"{name}_scale"]}
+
+
+# Faults of the exporter: what is sent is wrong before the push, and can be seen before it.
+_EXPORTS: dict[str, Callable[[Tensors], Tensors]] = {
+    "incoming_dtype": _changed("input_layernorm.weight", lambda v: v.to(torch.float16)),
+    "unquantised": _unquantised,
+}
+
+
+def _rewritten(source: Path, folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    stored = open_checkpoint(source).ranks[0]
+    writer = FolderWriter(folder)
+    for name, value in change({n: item.tensor() for n, item in stored.items()}).items():
+        writer.add(name, value)
+    writer.close()
+    return folder
+
+
+def audit_faulty(
+    engine: LiveEngine,
+    fault: LiveFault,
+    checkpoint: Path,
+    options: SyncOptions | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> SyncReport:
+    """``audit_sync`` with a fault put in. The engine needs one more push afterwards."""
+    options = options or SyncOptions()
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        if fault.flag in _EXPORTS:
+            sound = write_for_engine(open_side(checkpoint), engine, Path(scratch) / "sound")
+            export = _rewritten(sound.folder, Path(scratch) / "broken", _EXPORTS[fault.flag])
+            return audit_sync(engine, checkpoint, replace(options, export=export), say)
+        broken: Any = FaultyEngine(engine, fault)
+        try:
+            return audit_sync(broken, checkpoint, options, say)
+        finally:
+            broken.undo()
+
+
 class FaultyEngine:
     """A LiveEngine with one fault. Everything else goes to the engine inside."""
 
-    def __init__(self, inner: ExtensionEngine, fault: LiveFault) -> None:
-        self._inner, self._fault = inner, fault
+    def __init__(self, inner: Any, fault: LiveFault) -> None:
+        self._inner, self._fault = inner, fault  # inner: an ExtensionEngine
         self._echo: Path | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="mismatch-audit-fault-")
         self._count = 0
@@ -164,14 +211,6 @@ class FaultyEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def __enter__(self) -> FaultyEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-        self._inner.close()
-        self._scratch.cleanup()
-
     def push(self, checkpoint: Path, version: Version = None, *, flush: bool = True) -> PushReceipt:
         flag = self._fault.flag
         if flag in ("withheld", "version_only", "echo"):
@@ -179,11 +218,15 @@ class FaultyEngine:
         whole = open_checkpoint(checkpoint).ranks[0]
         is_canary = len({_layer(name) for name in whole}) == 1
         if flag in _SENT and not is_canary:
-            checkpoint = self._rewritten(checkpoint, _SENT[flag])
+            self._count += 1
+            folder = Path(self._scratch.name) / str(self._count)
+            checkpoint = _rewritten(Path(checkpoint), folder, _SENT[flag])
         layer = f"model.layers.{_middle(dict.fromkeys(whole, torch.empty(0)))}.{_LAYER_OF_COPY}"
         if flag == "stale_copy":
             self._inner.rpc("audit_weights_keep", layer)
-        receipt = self._inner.push(checkpoint, version, flush=flush and flag != "stale_cache")
+        receipt: PushReceipt = self._inner.push(
+            checkpoint, version, flush=flush and flag != "stale_cache"
+        )
         if flag == "stale_copy":
             self._inner.rpc("audit_weights_restore")
         if flag == "rope_zeroed" and not self._zeroed:
@@ -202,19 +245,9 @@ class FaultyEngine:
             str(checkpoint), self._inner.weight_version(), len(names), 0, 0.0, flushed
         )
 
-    def _rewritten(self, checkpoint: Path, change: Callable[[Tensors], Tensors]) -> Path:
-        self._count += 1
-        folder = Path(self._scratch.name) / str(self._count)
-        stored = open_checkpoint(checkpoint).ranks[0]
-        writer = FolderWriter(folder)
-        for name, value in change({n: item.tensor() for n, item in stored.items()}).items():
-            writer.add(name, value)
-        writer.close()
-        return folder
-
     def read_back(self, folder: Path) -> Path:
         if self._fault.flag != "echo" or self._echo is None:
-            return self._inner.read_back(folder)
+            return Path(self._inner.read_back(folder))
         self._inner.read_back(folder)
         for path in folder.glob("*.safetensors"):
             path.unlink()

@@ -96,6 +96,12 @@ class ExtensionEngine(ABC):
                 fix="save the checkpoint with safetensors",
             )
         answer = self.rpc("audit_weights_push", str(folder))[0]
+        if not answer["tensors"]:
+            raise InputError(
+                "the engine sees no weights in the pushed folder",
+                where=str(folder),
+                fix="give --scratch a folder that the server and this command both see",
+            )
         flushed = self.flush() if flush else None
         if version is not None:
             self.set_version(version)
