@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,8 +202,22 @@ def _evidence(run: Run) -> Evidence:
     )
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """An earlier run to compare with. margin: share of a limit by which a mean may rise."""
+
+    folder: Path
+    margin: float = 0.25
+
+
 def run_audit(
-    settings: RunSettings, out: Path, *, resume: bool, progress: Progress, gradient: bool = False
+    settings: RunSettings,
+    out: Path,
+    *,
+    resume: bool,
+    progress: Progress,
+    gradient: bool = False,
+    baseline: Baseline | None = None,
 ) -> Record:
     """The whole job: prepare, run both programs, judge, write the report.
 
@@ -215,10 +229,17 @@ def run_audit(
     evidence = execute(run, progress)
     if gradient:
         measured(run, progress)
-    return _conclude(run, evidence, out, progress)
+    return _conclude(run, evidence, out, progress, baseline)
 
 
-def judge_again(folder: Path, contract: Path, out: Path, *, progress: Progress) -> Record:
+def judge_again(
+    folder: Path,
+    contract: Path,
+    out: Path,
+    *,
+    progress: Progress,
+    baseline: Baseline | None = None,
+) -> Record:
     """Judge a finished run's tables under another contract; the report goes to ``out``.
 
     Raises InputError when the run is not finished, NotComparableError when the contract binds
@@ -227,11 +248,15 @@ def judge_again(folder: Path, contract: Path, out: Path, *, progress: Progress) 
     run = reopen(folder, str(contract))
     _check_pair(run, run.folder.finished("facts"))
     out.mkdir(parents=True, exist_ok=True)
-    return _conclude(run, _evidence(run), out, progress)
+    return _conclude(run, _evidence(run), out, progress, baseline)
 
 
-def _conclude(run: Run, evidence: Evidence, out: Path, progress: Progress) -> Record:
+def _conclude(
+    run: Run, evidence: Evidence, out: Path, progress: Progress, baseline: Baseline | None
+) -> Record:
+    from kernel_contracts.baseline import compare_with_baseline
     from mismatch_audit.assemble import assemble, write_report
+    from mismatch_audit.baseline import read_baseline
     from mismatch_audit.bias import estimates
 
     if (bias := run.folder.cached_json("gradient")) is not None:
@@ -239,6 +264,11 @@ def _conclude(run: Run, evidence: Evidence, out: Path, progress: Progress) -> Re
     progress("verdicts", 0, 1)
     with run.timed("verdicts"):
         measurements = judge(run.contract, evidence)
+        if baseline is not None:
+            earlier = read_baseline(baseline.folder, evidence, run.folder.tables()[1])
+            measurements += compare_with_baseline(
+                run.contract, evidence, earlier, margin=baseline.margin
+            )
         record = assemble(run, evidence, measurements)
     shutil.copyfile(run.settings.contract, out / "contract.yaml")
     write_report(record, out)

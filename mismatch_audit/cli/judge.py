@@ -7,12 +7,26 @@ from typing import Annotated
 
 import typer
 
+from mismatch_audit.cli.ci_output import OutputFormat, announce_in_ci, baseline_of
+
 
 def judge(
     run: Annotated[Path, typer.Argument(help="A finished run's folder.", show_default=False)],
     contract: Annotated[Path, typer.Option(help="The contract to judge it by (YAML).")],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report. Default: RUN/judged-NAME.")
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="An earlier run on these prompts: be no worse than it, too."),
+    ] = None,
+    baseline_margin: Annotated[
+        float,
+        typer.Option(help="Share of a limit by which a mean may rise above the baseline.", min=0),
+    ] = 0.25,
+    format: Annotated[
+        OutputFormat | None,
+        typer.Option("--format", help="github: annotations and step summary inside Actions, too."),
     ] = None,
     exit_zero: Annotated[bool, typer.Option(help="Exit 0 whatever the verdict.")] = False,
 ) -> None:
@@ -25,6 +39,10 @@ def judge(
 
     target = out or run / f"judged-{contract.stem}"
     with progress_display(Console(stderr=True)) as progress:
-        record = judge_again(run, contract, target, progress=progress)
+        record = judge_again(
+            run, contract, target, progress=progress,
+            baseline=baseline_of(baseline, baseline_margin),
+        )  # fmt: skip
     render_terminal(record, Console(), folder=str(target))
+    announce_in_ci(record, format)
     raise typer.Exit(0 if exit_zero else int(record.exit_code))

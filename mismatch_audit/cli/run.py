@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from mismatch_audit.cli.ci_output import OutputFormat, announce_in_ci, baseline_of
+
+if TYPE_CHECKING:
+    from mismatch_audit.reports.record import Record
 
 SETTINGS = typer.Argument(help="A run file (YAML). Options below override it.", show_default=False)
 
@@ -50,6 +55,18 @@ def run(
     gradient: Annotated[
         bool, typer.Option(help="Measure the policy-gradient bias of the rollouts too.")
     ] = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="An earlier run on these prompts: be no worse than it, too."),
+    ] = None,
+    baseline_margin: Annotated[
+        float,
+        typer.Option(help="Share of a limit by which a mean may rise above the baseline.", min=0),
+    ] = 0.25,
+    format: Annotated[
+        OutputFormat | None,
+        typer.Option("--format", help="github: annotations and step summary inside Actions, too."),
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Finish a run that was stopped.")] = False,
     overwrite: Annotated[
         bool, typer.Option(help="Remove an earlier run of ours in the folder first.")
@@ -99,7 +116,9 @@ def run(
     target = out or Path("runs") / (settings.stem if settings else "audit")
     if overwrite:
         remove_run(target)
-    raise typer.Exit(_execute(resolved, target, resume, gradient, exit_zero))
+    before = baseline_of(baseline, baseline_margin)
+    record = _execute(resolved, target, resume, gradient, before, format)
+    raise typer.Exit(0 if exit_zero else int(record.exit_code))
 
 
 def _pairs(option: str, items: list[str] | None) -> dict[str, Any] | None:
@@ -119,7 +138,14 @@ def _pairs(option: str, items: list[str] | None) -> dict[str, Any] | None:
     return pairs
 
 
-def _execute(settings: Any, out: Path, resume: bool, gradient: bool, exit_zero: bool) -> int:
+def _execute(
+    settings: Any,
+    out: Path,
+    resume: bool,
+    gradient: bool,
+    baseline: Any,
+    format: OutputFormat | None,
+) -> Record:
     from rich.console import Console
 
     from mismatch_audit.audit import run_audit
@@ -128,6 +154,9 @@ def _execute(settings: Any, out: Path, resume: bool, gradient: bool, exit_zero: 
 
     console = Console()
     with progress_display(Console(stderr=True)) as progress:
-        record = run_audit(settings, out, resume=resume, progress=progress, gradient=gradient)
+        record = run_audit(
+            settings, out, resume=resume, progress=progress, gradient=gradient, baseline=baseline
+        )
     render_terminal(record, console, folder=str(out))
-    return 0 if exit_zero else int(record.exit_code)
+    announce_in_ci(record, format)
+    return record
