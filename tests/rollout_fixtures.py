@@ -29,11 +29,12 @@ Rows = dict[str, Any]
 class Recipe:
     """How a log comes about. Clean by default: float32 kernels, weights in step.
 
-    engine_version, trainer_version, head_version: step -> version (head: of the engine's head).
+    engine_version, trainer_version: step -> version; head_version, body_version: of the engine's
+    head, and of its body in every other context. divided: the trainer takes log p / T.
     engine_noise, trainer_noise: sd of the noise on each logit. noise_factor(rows, position) -> [R]
     multiplies the engine's; trainer_factor the trainer's. learning: size of one weight update.
     dtypes: of trainer and engine, in the header.  row_version(rows) -> [R]: overrides the
-    engine's version a row.
+    engine's version a row.  claims: the log gives the trainer's version as the engine's.
     """
 
     seed: int = 0
@@ -56,9 +57,15 @@ class Recipe:
     engine_version: Callable[[int], int] = lambda step: step
     trainer_version: Callable[[int], int] = lambda step: step
     head_version: Callable[[int], int] | None = None
+    body_version: Callable[[int], int] | None = None
+    divided: bool = False
     row_version: Callable[[Rows], np.ndarray] | None = None
     noise_factor: Callable[[Rows, int], np.ndarray] | None = None
     trainer_factor: Callable[[Rows, int], np.ndarray] | None = None
+    claims: bool = False
+
+    def claimed(self, step: int, meta: Rows, i: int) -> int:
+        return self.trainer_version(step) if self.claims else int(meta["engine_version"][i])
 
 
 @dataclass
@@ -207,7 +214,10 @@ def _step(r: Recipe, policy: Policy, rng: np.random.Generator, step: int) -> lis
         ) % CONTEXTS
         factor = r.noise_factor(meta, t) if r.noise_factor else np.ones(count)
         noise = rng.normal(size=(count, VOCAB)) * (r.engine_noise * factor)[:, None]
-        z = policy.logits(context, engine, head) + noise
+        body = engine
+        if r.body_version:
+            body = np.where(context % 2 == 0, r.body_version(step), engine)
+        z = policy.logits(context, body, head) + noise
         raw = log_softmax(z)
         shown = z
         if r.penalty != 1.0:  # as engines do: positive logits divided, negative multiplied
@@ -220,7 +230,7 @@ def _step(r: Recipe, policy: Policy, rng: np.random.Generator, step: int) -> lis
             own = own * r.trainer_factor(meta, t)[:, None]
         zt = policy.logits(context, trainer, trainer) + own
         tt = r.temperature if r.trainer_temperature is None else r.trainer_temperature
-        p = log_softmax(zt / tt)
+        p = log_softmax(zt) / tt if r.divided else log_softmax(zt / tt)
         rescore = policy.logits(context, trainer, trainer)
         rescore = rescore + rng.normal(size=rescore.shape) * r.engine_noise
         rt = r.temperature if r.rescore_temperature is None else r.rescore_temperature
@@ -264,10 +274,10 @@ def _row(
         "group_id": f"{step}-{meta['prompt'][i]}",
         "environment": ("maths", "code")[int(meta["prompt"][i]) % 2],
         "modality": ("text", "image")[int(meta["prompt"][i]) // 2 % 2],
-        "weights_version_min": int(meta["engine_version"][i]),
-        "weights_version_max": int(meta["engine_version"][i]),
+        "weights_version_min": r.claimed(step, meta, i),
+        "weights_version_max": r.claimed(step, meta, i),
         "trainer_version": r.trainer_version(step),
-        "engine_age": r.engine_version(step),
+        "engine_age": step,
         "prompt_len": n,
         "n_left_pad": int(meta["n_left_pad"][i]),
         "num_cached_tokens": int(meta["num_cached_tokens"][i]),

@@ -25,6 +25,14 @@ POOLED_BAND = 0.1
 """The same where no siblings exist: there normalisers bend the line."""
 
 
+UNNORMALISED: dict[str, Any] = {
+    "code": "UNNORMALISED_TEMPERATURE",
+    "title": "log-probs were divided by the temperature",
+    "priority": 86,
+    "remedy": "Divide logits by T and then take the log-softmax: log p / T is no log-prob.",
+}
+
+
 class Temperature(SampleCheck):
     """The two sides' temperatures against each other, and against the logged one."""
 
@@ -84,9 +92,7 @@ class Temperature(SampleCheck):
         return self.found(
             text,
             [row | {"factor": c}],
-            code="UNNORMALISED_TEMPERATURE",
-            title="log-probs were divided by the temperature",
-            remedy="Divide logits by T and then take the log-softmax: log p / T is no log-prob.",
+            **UNNORMALISED,
         )
 
     def _named(self, b: float, logged: float | None, row: dict[str, Any]) -> CheckResult:
@@ -191,8 +197,11 @@ class Truncation(SampleCheck):
         explained = self._kept_mass()
         if explained is not None:
             row["gap_left_after_kept_mass"] = explained
+        together = common is not None and common > 0.5
+        if self._unnormalised(down, up, together, limits):
+            return [self._divided(row)]
         fits = down > 4 * up and row["mean_d"] > -1.0
-        fits &= common > 0.5 if common is not None else _within(low, high, limits["top_p"])
+        fits &= together if common is not None else _within(low, high, limits["top_p"])
         if deficit.beyond(self.BAND) and fits:
             on = {n: v for n, v in limits.items() if v is not None and v not in (0.0, 1.0)}
             text = (
@@ -201,6 +210,22 @@ class Truncation(SampleCheck):
             text += f" by {on}" if on else " by a truncation that the log does not name"
             return [self.found(text, [row])]
         return [self.clean(f"mean p/q is {1 - deficit.value:.4g}", [row])]
+
+    def _unnormalised(
+        self, down: float, up: float, together: bool, limits: dict[str, float | None]
+    ) -> bool:
+        """d is one offset a context, to one side, and the log rules truncation out: what is left
+        is log p / T, off by log(sum of p^(1/T))."""
+        whole = limits["top_p"] == 1.0 and limits["top_k"] in (0.0, None)
+        whole &= limits["min_p"] in (0.0, None)
+        t = logged_value(self.sample, "temperature")
+        if not whole or not together or t is None or abs(log(t)) < SLOPE_BAND:
+            return False
+        return down > 4 * up if t < 1 else up > 4 * down
+
+    def _divided(self, row: dict[str, Any]) -> CheckResult:
+        text = "log p - log q is one offset a context, and temperature is the only setting not 1"
+        return self.found(text, [row], **UNNORMALISED)
 
     def _kept_mass(self) -> float | None:
         """Share of |d| that is left once log(kept_mass) is taken off; None without the column."""
