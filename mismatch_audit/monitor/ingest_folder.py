@@ -65,14 +65,15 @@ class IngestFolder:
         ]
         name = f"part-{self._next:05d}.parquet"
         write_part(pd.DataFrame(requests), request_schema(), self.path / "requests" / name)
-        sequences = pd.DataFrame(
+        sequences = pd.DataFrame(  # objects: an empty part has no list to tell its type by
             {
                 "prompt_id": [r.unit for r in rows],
                 "sequence_id": [r.request_id for r in rows],
                 "prompt_length": [r.prompt_length for r in rows],
                 "response_length": [r.n_tokens for r in rows],
                 "token_ids": [list(r.token_ids) for r in rows],
-            }
+            },
+            dtype=object,
         )
         self.run.write_chunk(self._next, tokens, sequences)
         self.seen |= {r["request_id"] for r in requests if r["request_id"] is not None}
