@@ -138,3 +138,14 @@ def test_a_baseline_on_other_tokens_is_refused(tmp_path: Path) -> None:
         read_baseline(tmp_path, run_of(1e-3), changed)
     longer = rows.assign(token_ids=[[1, 2, 8, 8]])
     assert len(read_baseline(tmp_path, run_of(1e-3), longer).tokens) == 1200
+
+
+def test_how_many_prompts_show_that_nothing_changed() -> None:
+    """docs/ci.md: at a ceiling of 5 limits and a quarter of the limit as margin, 70 prompts."""
+    text = TEXT.replace("ceiling: 5.0e-3", "ceiling: 1.0e-2")
+    contract = parse_contract(text.replace("slices: [all, domain]}", "slices: [all]}"))
+    verdicts = {}
+    for n in (60, 70):
+        run = run_of(1e-3, prompts=n)
+        verdicts[n] = compare_with_baseline(contract, run, run)[0].verdict
+    assert verdicts == {60: "INCONCLUSIVE", 70: "PASS"}

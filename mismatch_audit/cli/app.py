@@ -10,6 +10,7 @@ import typer
 from mismatch_audit.cli import bless, gate, key, push, routes, serve_router, weights
 from mismatch_audit.cli.contract import contract_app
 from mismatch_audit.cli.doctor import doctor
+from mismatch_audit.cli.explain import explain
 from mismatch_audit.cli.judge import judge
 from mismatch_audit.cli.plan import plan
 from mismatch_audit.cli.report import report
@@ -32,6 +33,7 @@ app.command()(show)
 app.command()(plan)
 app.command()(report)
 app.command()(doctor)
+app.command()(explain)
 weights.register(app)
 key.register(app)
 bless.register(app)
