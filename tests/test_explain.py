@@ -1,4 +1,4 @@
-"""Every code that a report can show has a page, and every page a code: found in the source itself."""
+"""Every code that a report can show has a page, and every page a code: the source is searched."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def emitted() -> set[str]:
 
 def _codes(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.keyword) and node.arg == "code":
-            yield from _text(node.value)
-        elif isinstance(node, ast.Assign) and any(
+        keyword = isinstance(node, ast.keyword) and node.arg == "code"
+        attribute = isinstance(node, ast.Assign) and any(
             isinstance(t, ast.Name) and t.id == "code" for t in node.targets
-        ):
-            yield from _text(node.value)
+        )
+        if keyword or attribute:
+            yield from _text(node.value)  # type: ignore[attr-defined]
 
 
 def _text(node: ast.expr) -> Iterator[str]:
