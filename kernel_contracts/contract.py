@@ -140,4 +140,7 @@ class Contract(Strict):
         ):  # absent, so that earlier digests stay true
             if not document[name]:
                 del document[name]
+        for definition in document["slices"].values():
+            if not definition["optional"]:
+                del definition["optional"]
         return document

@@ -86,6 +86,9 @@ class SliceDefinition(Strict):
     """A column, or a list of columns: one slice per value."""
     bins: Annotated[dict[ColumnName, Edges], Field(min_length=1, max_length=4)] | None = None
     """Edges per column: one slice per interval, closed on the left; the last also on the right."""
+    optional: bool = False
+    """Only a FAIL on it counts. Where a column is not there, or its rows are too few to decide,
+    that is reported and the verdict stands on the other slices."""
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

@@ -37,7 +37,7 @@ class Measurement:
     method: how the bounds were made.  p_fail: p-value of "the promise is kept", Holm-adjusted over
     the clause's slices (None for exact counts).  clipped: prompts above the ceiling; the bounds are
     of the clipped mean, so with any, ``upper`` bounds the promise and not the true mean.
-    detail: one line for people.
+    detail: one line for people.  optional: on a slice whose definition says so: only a FAIL counts.
     """
 
     clause: str
@@ -59,12 +59,18 @@ class Measurement:
     warn: bool = False
     p_fail: float | None = None
     clipped: int = 0
+    optional: bool = False
 
 
 def overall(measurements: list[Measurement]) -> Verdict:
     """The audit's verdict: the worst of all. Nothing measured is UNOBSERVED, never a pass; known
-    violations stop no pass."""
-    if not measurements:
+    violations stop no pass, nor does evidence that an optional slice lacks."""
+    counted = [
+        m for m in measurements if not (m.optional and m.verdict in ("UNOBSERVED", "INCONCLUSIVE"))
+    ]
+    if all(m.optional for m in counted):
+        counted = measurements
+    if not counted:
         return "UNOBSERVED"
-    worst = min((m.verdict for m in measurements), key=SEVERITY.index)
+    worst = min((m.verdict for m in counted), key=SEVERITY.index)
     return "PASS" if worst == "ACKNOWLEDGED" else worst

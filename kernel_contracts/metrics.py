@@ -37,6 +37,9 @@ class Metric:
     meaning: str
 
 
+_BOTH = ("engine_logprob", "reference_logprob")
+
+
 def _column(name: str) -> Callable[[pd.DataFrame], Array]:
     return lambda frame: frame[name].to_numpy(dtype=np.float64)
 
@@ -50,6 +53,11 @@ def _k3(frame: pd.DataFrame) -> Array:
     return np.asarray(k3(_dlp(frame)))
 
 
+def _dp(frame: pd.DataFrame) -> Array:
+    p, q = (np.exp(frame[name].to_numpy(dtype=np.float64)) for name in reversed(_BOTH))
+    return np.asarray(np.abs(p - q))
+
+
 def _flip(frame: pd.DataFrame) -> Array:
     """1.0, 0.0, or NaN where either side had non-finite logits (its top-1 means nothing)."""
     flip = frame["flip"].to_numpy(dtype=np.float64)
@@ -57,8 +65,6 @@ def _flip(frame: pd.DataFrame) -> Array:
         flip = np.where(frame["nonfinite"].to_numpy(dtype=np.float64) > 0, np.nan, flip)
     return flip
 
-
-_BOTH = ("engine_logprob", "reference_logprob")
 
 METRICS: dict[str, Metric] = {
     m.name: m
@@ -105,6 +111,14 @@ METRICS: dict[str, Metric] = {
             "mean",
             "x",
             "exp |log p - log q| of the sampled token",
+        ),
+        Metric(
+            "abs_dp",
+            _BOTH,
+            _dp,
+            "rate",
+            "",
+            "|p - q| of the sampled token",
         ),
         Metric("flip_rate", ("flip",), _flip, "rate", "", "greedy token differs"),
         Metric(

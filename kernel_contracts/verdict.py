@@ -8,11 +8,13 @@ Holm-corrected over a clause's slices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from kernel_contracts.acknowledge import acknowledge
@@ -68,6 +70,27 @@ class Evidence:
     gradient: Mapping[str, BiasEstimate] = field(default_factory=dict)
 
 
+class SliceView(Protocol):
+    """What an audit has seen of one slice, in whatever form it keeps it: a token table's rows
+    (here), or per-prompt sums (``kernel_contracts.sums``)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def definition(self) -> str: ...
+
+    def observability(self, clause: ObservabilityClause) -> Measurement: ...
+
+    def numerical(self, clause: NumericalClause) -> Measurement: ...
+
+    def statistical(self, clause: StatisticalClause) -> Measurement: ...
+
+    def too_few(self) -> str:
+        """Why an observability clause forbids a pass on this slice, or nothing."""
+        ...
+
+
 def judge(
     contract: Contract, evidence: Evidence, *, today: date | None = None
 ) -> list[Measurement]:
@@ -76,39 +99,61 @@ def judge(
     today: of the contract's acknowledgements; the day of the call (UTC) where it is not given.
     """
     slices = resolve(contract, evidence.tokens, evidence.prompts)
+    views = [_Rows(contract, one, evidence) for one in slices]
+    return judge_views(
+        contract, views, lambda clause: _runtime(clause, evidence, contract.alpha), today=today
+    )
+
+
+def judge_views(
+    contract: Contract,
+    views: Sequence[SliceView],
+    runtime: Callable[[RuntimeClause], Measurement],
+    *,
+    today: date | None = None,
+) -> list[Measurement]:
+    """As `judge`, from slices in any form. runtime: judges a clause on the engine's own probes."""
     found: list[Measurement] = []
     for clause in contract.clauses():
-        found += _judge_clause(contract, clause, slices, evidence)
-    definition = {s.name: s.definition for s in slices}
+        found += _judge_clause(contract, clause, views, runtime)
+    definition = {view.name: view.definition for view in views}
     day = today or datetime.now(UTC).date()
     return acknowledge(contract.acknowledge, found, definition, day)
 
 
 def _judge_clause(
-    contract: Contract, clause: Clause, slices: list[Slice], evidence: Evidence
+    contract: Contract,
+    clause: Clause,
+    views: Sequence[SliceView],
+    runtime: Callable[[RuntimeClause], Measurement],
 ) -> list[Measurement]:
     section, alpha = contract.section_of(clause), contract.alpha
+    asked = (
+        {}
+        if isinstance(clause, RuntimeClause)
+        else {
+            view.name: view
+            for view in views
+            if not {view.name, view.definition}.isdisjoint(clause.slices)
+        }
+    )
+    rows = []
     if isinstance(clause, RuntimeClause):
-        rows = [_runtime(clause, evidence, alpha)]
+        rows = [runtime(clause)]
+    elif isinstance(clause, ObservabilityClause):
+        rows = [view.observability(clause) for view in asked.values()]
+    elif isinstance(clause, NumericalClause):
+        rows = [view.numerical(clause) for view in asked.values()]
     else:
-        rows = []
-        for one in slices:
-            if not any(one.answers_to(name) for name in clause.slices):
-                continue
-            if isinstance(clause, ObservabilityClause):
-                rows.append(_observability(clause, one, evidence))
-                continue
-            if isinstance(clause, NumericalClause):
-                rows.append(_numerical(contract, clause, one, evidence))
-            else:
-                rows.append(_statistical(contract, clause, one, evidence))
+        rows = [view.statistical(clause) for view in asked.values()]
     if not rows:
-        rows = [_unobserved(clause, ", ".join(getattr(clause, "slices", ("all",))), "", "no slice")]
+        names = ", ".join(getattr(clause, "slices", ("all",)))
+        rows = [unobserved(clause, names, "", "no slice")]
     judged = [replace(m, section=section) for m in holm_over_slices(rows, alpha)]
-    if isinstance(clause, RuntimeClause | ObservabilityClause):
-        return judged
-    by_name = {s.name: s for s in slices}
-    return [_withheld(m, _too_few(contract, by_name.get(m.slice), evidence)) for m in judged]
+    if not isinstance(clause, RuntimeClause | ObservabilityClause):
+        judged = [_withheld(m, asked[m.slice].too_few() if asked else "") for m in judged]
+    optional = {name for name, v in asked.items() if contract.slices[v.definition].optional}
+    return [replace(m, optional=m.slice in optional) for m in judged]
 
 
 def _withheld(row: Measurement, why: str) -> Measurement:
@@ -118,7 +163,8 @@ def _withheld(row: Measurement, why: str) -> Measurement:
     return replace(row, verdict="UNOBSERVED", detail=why)
 
 
-def _unobserved(clause: Clause, name: str, metric: str, why: str) -> Measurement:
+def unobserved(clause: Clause, name: str, metric: str, why: str) -> Measurement:
+    """No evidence, and why."""
     limit = getattr(clause, "limit", None)
     return Measurement(
         clause=clause.id, slice=name, metric=metric, section="", value=None, lower=None,
@@ -126,10 +172,36 @@ def _unobserved(clause: Clause, name: str, metric: str, why: str) -> Measurement
     )  # fmt: skip
 
 
-def _too_few(contract: Contract, one: Slice | None, evidence: Evidence) -> str:
-    """Why an observability clause forbids a pass on this slice, or nothing."""
-    if one is None:
-        return ""
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A slice of a token table."""
+
+    contract: Contract
+    slice: Slice
+    evidence: Evidence
+
+    @property
+    def name(self) -> str:
+        return self.slice.name
+
+    @property
+    def definition(self) -> str:
+        return self.slice.definition
+
+    def observability(self, clause: ObservabilityClause) -> Measurement:
+        return _observability(clause, self.slice, self.evidence)
+
+    def numerical(self, clause: NumericalClause) -> Measurement:
+        return _numerical(self.contract, clause, self.slice, self.evidence)
+
+    def statistical(self, clause: StatisticalClause) -> Measurement:
+        return _statistical(self.contract, clause, self.slice, self.evidence)
+
+    def too_few(self) -> str:
+        return _too_few(self.contract, self.slice, self.evidence)
+
+
+def _too_few(contract: Contract, one: Slice, evidence: Evidence) -> str:
     allowed = max((c.max_missing for c in contract.observability), default=0.0)
     if one.missing > allowed * len(evidence.tokens):
         return f"{one.missing} rows have a null in a column that decides the slice"
@@ -175,36 +247,51 @@ def _numerical(
         return _count(clause, one, frame)
     values, frame, why = finite_values(contract, clause.metric, frame)
     if why:
-        return _unobserved(clause, one.name, clause.metric, why)
+        return unobserved(clause, one.name, clause.metric, why)
 
     def judged(rows: Array) -> Measurement:
         exceed = (rows > (clause.exceeds or 0.0)).astype(np.float64)
         sums = by_prompt(exceed, frame["prompt_id"].to_numpy())
-        return bounded_mean(
-            clause.id, one.name, clause.metric, sums.mean, clause.share or 0.0, 1.0,
-            contract.alpha, n_tokens=len(rows),
-        )  # fmt: skip
+        return share_row(clause, one.name, sums.mean, len(rows), contract.alpha)
 
-    return replace(
-        judged_rows(values, judged),
-        path=clause.path,
-        unit=f"share of tokens > {clause.exceeds:g}",
-        noise_floor=None,
+    return replace(judged_rows(values, judged), path=clause.path, unit=share_unit(clause))
+
+
+def share_row(
+    clause: NumericalClause, name: str, shares: Array, n_tokens: int, alpha: float
+) -> Measurement:
+    """A numerical clause from each prompt's share of tokens above its threshold, ``[prompts]`` in
+    `prompt_order`."""
+    return bounded_mean(
+        clause.id, name, clause.metric, shares, clause.share or 0.0, 1.0, alpha, n_tokens=n_tokens
     )
+
+
+def share_unit(clause: NumericalClause) -> str:
+    """Unit of a numerical clause's value."""
+    return f"share of tokens > {clause.exceeds:g}"
 
 
 def _count(clause: NumericalClause, one: Slice, frame: pd.DataFrame) -> Measurement:
     if frame.empty or "nonfinite" not in frame or frame["nonfinite"].isna().any():
-        return _unobserved(clause, one.name, clause.metric, "non-finite values were not counted")
-    total = int(frame["nonfinite"].sum())
+        return unobserved(clause, one.name, clause.metric, "non-finite values were not counted")
+    counts = frame["nonfinite"]
+    return count_row(
+        clause, one.name, int(counts.sum()), int((counts > 0).sum()),
+        int(frame["prompt_id"].nunique()), len(frame),
+    )  # fmt: skip
+
+
+def count_row(
+    clause: NumericalClause, name: str, total: int, rows: int, n_prompts: int, n_tokens: int
+) -> Measurement:
+    """An exact count against its limit. rows: with at least one of them."""
     limit = clause.limit or 0
-    rows = int((frame["nonfinite"] > 0).sum())
     return Measurement(
-        clause=clause.id, slice=one.name, metric=clause.metric, section="", value=float(total),
-        lower=float(total), upper=float(total), limit=float(limit),
-        n_prompts=int(frame["prompt_id"].nunique()), n_tokens=len(frame),
-        verdict="PASS" if total <= limit else "FAIL", method="exact count", unit="values",
-        path=clause.path, detail=f"in {rows} rows" if rows else "",
+        clause=clause.id, slice=name, metric=clause.metric, section="", value=float(total),
+        lower=float(total), upper=float(total), limit=float(limit), n_prompts=n_prompts,
+        n_tokens=n_tokens, verdict="PASS" if total <= limit else "FAIL", method="exact count",
+        unit="values", path=clause.path, detail=f"in {rows} rows" if rows else "",
     )  # fmt: skip
 
 
@@ -217,29 +304,53 @@ def _statistical(
         contract, clause.metric, rows_on_path(clause, one, evidence.tokens)
     )
     if why:
-        return _unobserved(clause, one.name, clause.metric, why)
+        return unobserved(clause, one.name, clause.metric, why)
     ids = frame["prompt_id"].to_numpy()
     cap = float(evidence.max_rows * (2 if clause.path == "both" else 1))
-    by_token = clause.weight == "token"
-    if by_token and int(by_prompt(np.ones(len(ids)), ids).count.max()) > cap:
-        why = f"a prompt has more rows than the cap of {cap:g} that was stated beforehand"
-        return _unobserved(clause, one.name, clause.metric, why)
+    if clause.weight == "token" and int(by_prompt(np.ones(len(ids)), ids).count.max()) > cap:
+        return unobserved(clause, one.name, clause.metric, over_cap(cap))
 
     def judged(rows: Array) -> Measurement:
         sums = by_prompt(rows - clause.floor, ids)
-        return bounded_mean(
-            clause.id, one.name, clause.metric, sums.mean, (clause.target or 0.0) - clause.floor,
-            clause.upper_end - clause.floor, contract.alpha, n_tokens=len(rows),
-            weights=sums.count.astype(np.float64) if by_token else None,
-            cap=cap if by_token else None, tail=clause.tail if clause.needs_tail else None,
-            floor=clause.floor,
-        )  # fmt: skip
+        return mean_row(clause, one.name, sums.mean, sums.count, contract.alpha, cap)
 
+    row = judged_rows(values, judged)
+    return finished_row(clause, row, evidence.noise.get(clause.metric))
+
+
+def over_cap(cap: float) -> str:
+    """Why a token-weighted mean has no bound."""
+    return f"a prompt has more rows than the cap of {cap:g} that was stated beforehand"
+
+
+def mean_row(
+    clause: StatisticalClause,
+    name: str,
+    means: Array,
+    counts: npt.NDArray[np.int64],
+    alpha: float,
+    cap: float,
+) -> Measurement:
+    """A statistical clause from each prompt's mean *less the metric's floor*, and its rows, both
+    ``[prompts]`` in `prompt_order`. cap: most rows that a prompt could have, known beforehand."""
+    by_token = clause.weight == "token"
+    return bounded_mean(
+        clause.id, name, clause.metric, means, (clause.target or 0.0) - clause.floor,
+        clause.upper_end - clause.floor, alpha, n_tokens=int(counts.sum()),
+        weights=counts.astype(np.float64) if by_token else None, cap=cap if by_token else None,
+        tail=clause.tail if clause.needs_tail else None, floor=clause.floor,
+    )  # fmt: skip
+
+
+def finished_row(
+    clause: StatisticalClause, row: Measurement, noise_floor: float | None
+) -> Measurement:
+    """A row of `mean_row` in the metric's own unit, with its warning."""
     row = replace(
-        judged_rows(values, judged),
+        row,
         path=clause.path,
         unit=METRIC_WORDS[clause.metric].unit,
-        noise_floor=evidence.noise.get(clause.metric),
+        noise_floor=noise_floor,
     )
     row = _shift(row, clause.floor)
     if clause.at_least is not None:
@@ -273,7 +384,7 @@ def _invert(row: Measurement, clause: StatisticalClause) -> Measurement:
 def _gradient(clause: StatisticalClause, one: Slice, evidence: Evidence) -> Measurement:
     estimate = evidence.gradient.get(one.name)
     if estimate is None:
-        return _unobserved(clause, one.name, clause.metric, "not measured: run with --gradient")
+        return unobserved(clause, one.name, clause.metric, "not measured: run with --gradient")
     limit = clause.limit or 0.0
     verdict = (
         "PASS" if estimate.upper <= limit else "FAIL" if estimate.lower > limit else "INCONCLUSIVE"
@@ -291,10 +402,10 @@ def _runtime(clause: RuntimeClause, evidence: Evidence, alpha: float) -> Measure
     rows = probes[probes["probe"] == clause.probe] if len(probes) else probes
     name = f"probe {clause.probe}"
     if not len(rows):
-        return _unobserved(clause, name, clause.metric, "the probe was not run")
+        return unobserved(clause, name, clause.metric, "the probe was not run")
     values = rows[clause.metric].to_numpy(dtype=np.float64)
     if not np.isfinite(values).all():
-        return _unobserved(clause, name, clause.metric, "the probe met non-finite values")
+        return unobserved(clause, name, clause.metric, "the probe met non-finite values")
     sums = by_prompt(values, rows["prompt_id"].to_numpy())
     row = bounded_mean(
         clause.id, name, clause.metric, sums.mean, clause.limit, clause.upper_end, alpha,

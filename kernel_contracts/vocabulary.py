@@ -25,6 +25,7 @@ StatisticalMetric = Literal[
     "flip_rate",
     "k3",
     "mult_prob_error",
+    "abs_dp",
     "policy_gradient_bias",
     "ess_ratio",
     "tail_mass",
@@ -99,6 +100,13 @@ METRIC_WORDS: dict[str, MetricWord] = {
     ),
     "mult_prob_error": MetricWord(
         "mean of exp|log p - log q| of the sampled token; 1 is exact", "x", 1.0
+    ),
+    "abs_dp": MetricWord(
+        "|p - q| of the sampled token, the difference of probabilities that verl logs; never above "
+        "1, so its bound needs no ceiling of its own",
+        "",
+        0.0,
+        1.0,
     ),
     "policy_gradient_bias": MetricWord(
         "norm of the policy-gradient bias relative to the gradient's own norm (unbiased estimate, "

@@ -14,6 +14,13 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from kernel_contracts.errors import InputError
 from kernel_contracts.measurement import EXIT_CODES, overall
 from mismatch_audit.reports.escape import COMMAND_MARK
+from mismatch_audit.reports.rollout_rows import (
+    CheckRow,
+    Rollouts,
+    RolloutSource,
+    SliceRow,
+    StepRow,
+)
 from mismatch_audit.reports.rows import (
     AuditVerdict,
     Chain,
@@ -40,6 +47,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Chain",
     "ChainRow",
+    "CheckRow",
     "ContractRef",
     "Counts",
     "Finding",
@@ -50,7 +58,11 @@ __all__ = [
     "ProbabilityBin",
     "ProbeRow",
     "Record",
+    "RolloutSource",
+    "Rollouts",
     "Scatter",
+    "SliceRow",
+    "StepRow",
     "Views",
     "WorstToken",
     "load_record",
@@ -87,6 +99,8 @@ class Record(StrictModel):
     """What the contract's escalation policy asks for."""
     gradient: list[Facts] = Field(default_factory=list)
     """Measured policy-gradient bias per slice, with the effect of each correction."""
+    rollouts: Rollouts | None = None
+    """Only of recorded rollouts: sources, statistics, slices, steps and checks."""
     environment: Facts = Field(default_factory=dict)
     digests: Facts = Field(default_factory=dict)
     timings: dict[str, float] = Field(default_factory=dict)

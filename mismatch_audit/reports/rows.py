@@ -129,6 +129,7 @@ class MeasurementRow(_Row):
     path: str = ""
     p_fail: Number = None
     clipped: Count = 0
+    optional: bool = False
 
     @classmethod
     def of(cls, measurement: Measurement) -> Self:

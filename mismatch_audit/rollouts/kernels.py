@@ -34,7 +34,9 @@ EXPONENT_CAP = 300.0
 """|log p - log q| counts as at most this in exp(): e^600 still fits a float64. Log-probs of real
 tokens stay within 150 nats, so nothing that a model says is touched (verl clamps at 20)."""
 
-LOG_SPACE_BINS = 1 << 15
+HISTOGRAM_BINS = 1 << 15
+"""Sign, exponent and 6 bits of the mantissa of float32(d): bins 1.6 % wide at every magnitude."""
+
 _SERIES_BELOW = 1e-3
 
 
@@ -101,3 +103,122 @@ def sum_sequences(
                 features(np.float64(sampler[t]), np.float64(trainer[t]), thresholds, token)
                 for k in range(out.shape[1]):
                     out[s, k] += token[k]
+
+
+@compiled
+def bin_codes(values: Any, null: Any, edges: Any, out: Any, start: int, stop: int) -> None:
+    """Which of the intervals [edges[i], edges[i + 1]) a value is in, the last closed on the right;
+    -1 outside, -2 where null. out: int16."""
+    last = edges.size - 1
+    for t in range(start, stop):
+        if null[t]:
+            out[t] = -2
+            continue
+        value = np.float64(values[t])
+        if not (value >= edges[0] and value <= edges[last]):
+            out[t] = -1
+            continue
+        code = 0
+        while code < last - 1 and value >= edges[code + 1]:
+            code += 1
+        out[t] = code
+
+
+@compiled
+def add_up(
+    sampler: Any, trainer: Any, mask: Any, offsets: Any,
+    order: Any, clusters: Any, first: int, last: int,
+    sequence_codes: Any, token_codes: Any, token_base: Any, thresholds: Any,
+    sequence_sums: Any, scratch: Any, touched: Any, is_touched: Any,
+    out_slot: Any, out_cluster: Any, out_sums: Any,
+    histogram: Any, extremes: Any, bands: Any, outside: Any, nulls: Any,
+) -> tuple[int, int]:  # fmt: skip
+    """Sums of features per cluster and slot (a slice definition's group), clusters [first, last).
+
+    order: [S] sequences, those of one cluster side by side.  clusters: [C + 1] edges into order.
+    sequence_codes: int32 [S, A] slot or -1 (no group), -2 (null).  token_codes: int16 [B, N], slot
+    less token_base[B], same marks.  sequence_sums: [S, K], overwritten.  scratch: [slots, K] zeros.
+    touched: int32 [slots].  is_touched: uint8 [slots] zeros.  out_*: rows given; there must be room
+    for one cluster.  histogram: int64 [HISTOGRAM_BINS], added to by the high bits of float32(d).
+    extremes: float64 [2], least and greatest d so far.  bands: float64 [C, 2] of d; outside: int64
+    [C] tokens beyond each, added to.
+    nulls: int64 [A + B] masked tokens whose group is unknown, added to.
+
+    Returns (clusters done, rows given): the room may be used up before the last.
+    """
+    k_all = sequence_sums.shape[1]
+    n_sequence, n_token = sequence_codes.shape[1], token_codes.shape[0]
+    token = np.empty(k_all)
+    given = 0
+    for c in range(first, last):
+        if given + scratch.shape[0] > out_slot.size:
+            return c, given
+        count = 0
+        for place in range(clusters[c], clusters[c + 1]):
+            s = order[place]
+            for k in range(k_all):
+                sequence_sums[s, k] = 0.0
+            tokens = 0
+            for t in range(offsets[s], offsets[s + 1]):
+                if not mask[t]:
+                    continue
+                tokens += 1
+                features(np.float64(sampler[t]), np.float64(trainer[t]), thresholds, token)
+                if token[0] > 0.0:
+                    bits = np.float32(token[1]).view(np.uint32)
+                    histogram[bits >> np.uint32(17)] += 1
+                    extremes[0] = min(extremes[0], token[1])
+                    extremes[1] = max(extremes[1], token[1])
+                    for i in range(outside.size):
+                        if token[1] < bands[i, 0] or token[1] > bands[i, 1]:
+                            outside[i] += 1
+                for k in range(k_all):
+                    sequence_sums[s, k] += token[k]
+                for b in range(n_token):
+                    code = token_codes[b, t]
+                    if code < 0:
+                        if code == -2:
+                            nulls[n_sequence + b] += 1
+                        continue
+                    slot = token_base[b] + code
+                    if is_touched[slot] == 0:
+                        is_touched[slot] = 1
+                        touched[count] = slot
+                        count += 1
+                    for k in range(k_all):
+                        scratch[slot, k] += token[k]
+            if tokens == 0:
+                continue
+            for a in range(n_sequence):
+                slot = sequence_codes[s, a]
+                if slot < 0:
+                    if slot == -2:
+                        nulls[a] += tokens
+                    continue
+                if is_touched[slot] == 0:
+                    is_touched[slot] = 1
+                    touched[count] = slot
+                    count += 1
+                for k in range(k_all):
+                    scratch[slot, k] += sequence_sums[s, k]
+        for i in range(count):
+            slot = touched[i]
+            is_touched[slot] = 0
+            out_slot[given] = slot
+            out_cluster[given] = c
+            for k in range(k_all):
+                out_sums[given, k] = scratch[slot, k]
+                scratch[slot, k] = 0.0
+            given += 1
+    return last, given
+
+
+@compiled
+def add_groups(rows: Any, order: Any, edges: Any, out: Any) -> None:
+    """out[i] = sum of rows[order[edges[i]:edges[i + 1]]]; rows, out: float64 [*, K]."""
+    for i in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            out[i, k] = 0.0
+        for j in range(edges[i], edges[i + 1]):
+            for k in range(out.shape[1]):
+                out[i, k] += rows[order[j], k]
