@@ -58,6 +58,11 @@ class Outcome:
     seconds: float
     steps: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def step_seconds(self) -> list[float]:
+        """Of each training step: generation, weight sync, audit and update together."""
+        return [step["step_time"] for step in self.steps if "step_time" in step]
+
 
 def make_tiny_model(folder: Path) -> Path:
     """A two-layer random llama in float32 whose tokens are bytes. Its head is not tied: vLLM's

@@ -1,4 +1,4 @@
-"""The trainer-independent monitor: verdicts at any time, actions, and that nothing unseen passes."""
+"""The trainer-independent monitor: verdicts at any time, actions; nothing unseen passes."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_observed_steps_are_recorded_as_a_sequence_table(tmp_path: Path) -> None
     monitor = Monitor(contract(), record=tmp_path, strict=True)
     watch(monitor, [0.004] * 3)
     files = sorted(tmp_path.glob("*.parquet"))
-    assert [f.name for f in files] == [f"step-{k:08d}-rank-0000.parquet" for k in range(3)]
+    assert [f.name for f in files] == [f"step-{k:08d}-rank-0000-00.parquet" for k in range(3)]
     table = pq.read_table(files[1])
     assert table.schema.names == sequence_schema().names
     assert json.loads(table.schema.metadata[HEADER_KEY])["framework"] == "unknown"

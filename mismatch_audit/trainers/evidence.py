@@ -15,17 +15,19 @@ import numpy.typing as npt
 import pandas as pd
 
 from kernel_contracts.clauses import (
+    Clause,
     NumericalClause,
     ObservabilityClause,
     RuntimeClause,
     StatisticalClause,
 )
-from kernel_contracts.confidence import by_prompt, holm
+from kernel_contracts.confidence import by_prompt
 from kernel_contracts.contract import Contract
 from kernel_contracts.errors import AuditError
-from kernel_contracts.measurement import Measurement, Verdict
+from kernel_contracts.measurement import Measurement
 from kernel_contracts.metrics import METRICS
 from kernel_contracts.slices import Slice, resolve
+from kernel_contracts.verdict import judge_views
 from kernel_contracts.vocabulary import METRIC_WORDS
 from mismatch_audit.trainers.sequential import PromiseTest
 
@@ -38,7 +40,7 @@ FULL_ROWS = frozenset(
 
 
 @dataclass
-class _Seen:
+class Seen:
     """A clause on a slice: its test, and what could not be tested."""
 
     test: PromiseTest | None = None
@@ -61,7 +63,7 @@ class Evidence:
     max_rows: int | None = None
     alarm_window: int = 16
     pass_window: int = 300
-    seen: dict[tuple[str, str], _Seen] = field(default_factory=dict)
+    seen: dict[tuple[str, str], Seen] = field(default_factory=dict)
     definition: dict[str, str] = field(default_factory=dict)
     failed_steps: int = 0
     steps: int = 0
@@ -85,6 +87,11 @@ class Evidence:
                     self._count(clause, one, frame)
         return found
 
+    @property
+    def allowed(self) -> float:
+        """Share of rows, and of steps, that the contract lets go missing."""
+        return max((c.max_missing for c in self.contract.observability), default=0.0)
+
     def fail_step(self) -> None:
         """A step of which nothing could be read: it happened, and nobody saw it."""
         self.steps += 1
@@ -93,7 +100,7 @@ class Evidence:
     def _refuse(self, name: str, why: str) -> None:
         for clause in self.contract.clauses():
             if name in getattr(clause, "slices", ()):
-                seen = self.seen.setdefault((clause.id, name), _Seen())
+                seen = self.seen.setdefault((clause.id, name), Seen())
                 seen.steps, seen.unobserved, seen.why = seen.steps + 1, seen.unobserved + 1, why
 
     def _count(
@@ -102,7 +109,7 @@ class Evidence:
         one: Slice,
         frame: pd.DataFrame,
     ) -> None:
-        seen = self.seen.setdefault((clause.id, one.name), _Seen())
+        seen = self.seen.setdefault((clause.id, one.name), Seen())
         rows = frame[one.mask]
         seen.steps += 1
         if isinstance(clause, ObservabilityClause):
@@ -121,7 +128,7 @@ class Evidence:
         if why := self._test(clause, seen, rows):
             seen.unobserved, seen.why = seen.unobserved + 1, why
 
-    def _test(self, clause: Measured, seen: _Seen, rows: pd.DataFrame) -> str:
+    def _test(self, clause: Measured, seen: Seen, rows: pd.DataFrame) -> str:
         """Feed the step's prompts to the clause's test; why not, where that cannot be done."""
         if clause.metric in FULL_ROWS:
             return NOT_SAMPLED
@@ -143,7 +150,7 @@ class Evidence:
         # Two finite log-probs that are further apart than exp() can say are no gap in the evidence.
         values = np.where(np.isposinf(values) & _finite(rows, spec.columns), 1e12, values)
         bad = ~np.isfinite(values)
-        if bad.mean() > max((c.max_missing for c in self.contract.observability), default=0.0):
+        if bad.mean() > self.allowed:
             return f"{int(bad.sum())} of {len(bad)} tokens have no finite value on both sides"
         if seen.test is None:
             seen.test = self._new_test(clause)
@@ -183,35 +190,86 @@ class Evidence:
 
     def measurements(self) -> list[Measurement]:
         """Every clause on every slice that was seen, in the contract's order."""
-        found: list[Measurement] = []
-        for clause in self.contract.clauses():
-            section = self.contract.section_of(clause)
-            if isinstance(clause, RuntimeClause):
-                row = _blank(clause.id, f"probe {clause.probe}", clause.metric, clause.limit)
-                rows = [replace(row, detail="probes are not run inside a trainer")]
-            else:
-                mine = [(s, x) for (c, s), x in self.seen.items() if c == clause.id]
-                mine = mine or [(name, _Seen()) for name in clause.slices]
-                if isinstance(clause, ObservabilityClause):
-                    rows = [self._observability(clause, name, x) for name, x in mine]
-                else:
-                    rows = self._corrected([self._row(clause, name, x) for name, x in mine])
-            found += [replace(row, section=section) for row in rows]
-        return [self._withheld(row) for row in found]
+        names = dict.fromkeys(name for _, name in self.seen)
+        views = [_View(self, name, self.definition.get(name, name)) for name in names]
+        return judge_views(self.contract, views, _not_run)
 
-    def _row(self, clause: Measured, name: str, seen: _Seen) -> Measurement:
-        limit = clause.share if isinstance(clause, NumericalClause) else clause.limit
-        row = replace(
-            _blank(clause.id, name, clause.metric, limit), path="decode",
+
+@dataclass(frozen=True)
+class _View:
+    """A slice as ``judge_views`` asks for it."""
+
+    evidence: Evidence
+    name: str
+    definition: str
+
+    def _seen(self, clause: Clause) -> Seen:
+        return self.evidence.seen.get((clause.id, self.name), Seen())
+
+    def numerical(self, clause: NumericalClause) -> Measurement:
+        """The share of tokens beyond the threshold; an exact count of non-finite values."""
+        seen, row = self._seen(clause), self._row(clause, clause.share)
+        if clause.metric == "nonfinite" and not seen.prompts:
+            return row
+        if clause.metric != "nonfinite":
+            return self._tested(row, seen, clause, f"share of tokens > {clause.exceeds:g}")
+        count, limit = float(seen.count), float(clause.limit or 0)
+        return replace(
+            row, value=count, lower=count, upper=count, limit=limit, unit="values", detail="",
+            verdict="PASS" if count <= limit else "FAIL", method="exact count",
+        )  # fmt: skip
+
+    def statistical(self, clause: StatisticalClause) -> Measurement:
+        """The mean over prompts of a step."""
+        word = METRIC_WORDS[clause.metric]
+        row = self._row(clause, clause.at_least or clause.limit)
+        row = self._tested(row, self._seen(clause), clause, word.unit)
+        if row.value is None or clause.warn is None:
+            return row
+        beyond = row.value < clause.warn if word.at_least else row.value > clause.warn
+        return replace(row, warn=beyond)
+
+    def observability(self, clause: ObservabilityClause) -> Measurement:
+        """Rows with a null in a required column, and prompts seen."""
+        seen = self._seen(clause)
+        missing = seen.missing_rows / seen.rows if seen.rows else 1.0
+        reasons = [seen.why] if seen.why else []
+        if seen.prompts < clause.min_prompts:
+            reasons.append(f"{seen.prompts} prompts of {clause.min_prompts}")
+        if seen.rows and missing > clause.max_missing and not seen.why:
+            reasons.append(f"missing values in {', '.join(clause.require)}")
+        if self.evidence.failed_steps > self.evidence.allowed * self.evidence.steps:
+            reasons.append(f"{self.evidence.failed_steps} steps were not observed")
+        return replace(
+            _blank(clause.id, self.name, "missing", clause.max_missing), value=missing,
+            n_prompts=seen.prompts, n_tokens=seen.tokens, method="exact",
+            verdict="UNOBSERVED" if reasons or not seen.rows else "PASS",
+            detail="; ".join(reasons),
+        )  # fmt: skip
+
+    def too_few(self) -> str:
+        """Why there is no pass on this slice: steps that were not seen, or too few prompts."""
+        evidence = self.evidence
+        mine = [seen for (_, name), seen in evidence.seen.items() if name == self.name]
+        lost = evidence.failed_steps + max((seen.unobserved for seen in mine), default=0)
+        if lost > evidence.allowed * evidence.steps:
+            why = next((f": {seen.why}" for seen in mine if seen.unobserved), "")
+            return f"{lost} of {evidence.steps} steps were not observed{why}"
+        prompts = max((seen.prompts for seen in mine), default=0)
+        for clause in evidence.contract.observability:
+            asked = {self.name, self.definition}.intersection(clause.slices)
+            if asked and prompts < clause.min_prompts:
+                return f"{prompts} prompts, {clause.id} asks for {clause.min_prompts}"
+        return ""
+
+    def _row(self, clause: Measured, limit: float | None) -> Measurement:
+        seen = self._seen(clause)
+        return replace(
+            _blank(clause.id, self.name, clause.metric, limit), path="decode",
             n_prompts=seen.prompts, n_tokens=seen.tokens, detail=seen.why or "no tokens yet",
         )  # fmt: skip
-        if clause.metric == "nonfinite" and seen.prompts:
-            limit = float(clause.limit or 0)
-            verdict: Verdict = "PASS" if seen.count <= limit else "FAIL"
-            return replace(
-                row, value=float(seen.count), limit=limit, verdict=verdict, method="exact count",
-                lower=float(seen.count), upper=float(seen.count), unit="values", detail="",
-            )  # fmt: skip
+
+    def _tested(self, row: Measurement, seen: Seen, clause: Measured, unit: str) -> Measurement:
         test = seen.test
         if test is None or test.n == 0:
             return row
@@ -220,74 +278,22 @@ class Evidence:
             notes.append(f"{test.clipped} of {test.n} prompts above the ceiling")
         if seen.unobserved:
             notes.append(f"{seen.unobserved} of {seen.steps} steps unobserved: {seen.why}")
-        value = _shown(clause, test.mean)
-        warn = getattr(clause, "warn", None)
-        above = warn is not None and (
-            value < warn if METRIC_WORDS[clause.metric].at_least else value > warn
-        )
+        # A promise that was certainly broken once is no pass, however good the last steps are.
+        passed = test.passes and test.p_value > self.evidence.contract.alpha
         return replace(
-            row,
-            value=value,
-            limit=getattr(clause, "at_least", None) or limit,
-            verdict="PASS" if test.passes else "INCONCLUSIVE",
-            method="e-process, valid at any time",
-            p_fail=test.p_value,
-            clipped=test.clipped,
-            warn=above,
-            detail="; ".join(notes),
-            unit=f"share of tokens > {clause.exceeds:g}"
-            if isinstance(clause, NumericalClause)
-            else METRIC_WORDS[clause.metric].unit,
-        )
-
-    def _corrected(self, rows: list[Measurement]) -> list[Measurement]:
-        """FAIL where the alarm survives Holm over the clause's slices."""
-        tested = [i for i, row in enumerate(rows) if row.p_fail is not None]
-        if not tested:
-            return rows
-        adjusted = holm([rows[i].p_fail or 0.0 for i in tested], self.contract.alpha).adjusted
-        out = list(rows)
-        for i, p in zip(tested, adjusted, strict=True):
-            verdict: Verdict = "FAIL" if p <= self.contract.alpha else rows[i].verdict
-            out[i] = replace(rows[i], p_fail=float(p), verdict=verdict)
-        return out
-
-    def _observability(self, clause: ObservabilityClause, name: str, seen: _Seen) -> Measurement:
-        missing = seen.missing_rows / seen.rows if seen.rows else 1.0
-        reasons = [seen.why] if seen.why else []
-        if seen.prompts < clause.min_prompts:
-            reasons.append(f"{seen.prompts} prompts of {clause.min_prompts}")
-        if seen.rows and missing > clause.max_missing and not seen.why:
-            reasons.append(f"missing values in {', '.join(clause.require)}")
-        met = not reasons and seen.rows > 0
-        return replace(
-            _blank(clause.id, name, "missing", clause.max_missing), value=missing,
-            n_prompts=seen.prompts, n_tokens=seen.tokens, method="exact",
-            verdict="PASS" if met else "UNOBSERVED", detail="; ".join(reasons),
+            row, value=_shown(clause, test.mean), verdict="PASS" if passed else "INCONCLUSIVE",
+            method="e-process, valid at any time", p_fail=test.p_value, clipped=test.clipped,
+            detail="; ".join(notes), unit=unit,
         )  # fmt: skip
 
-    def _withheld(self, row: Measurement) -> Measurement:
-        """No pass where steps were not seen, or fewer prompts than the contract asks for."""
-        if row.verdict != "PASS":
-            return row
-        allowed = max((c.max_missing for c in self.contract.observability), default=0.0)
-        seen = self.seen.get((row.clause, row.slice), _Seen())
-        lost = self.failed_steps + seen.unobserved
-        if lost > allowed * self.steps:
-            why = f"{lost} of {self.steps} steps were not observed"
-            return replace(
-                row, verdict="UNOBSERVED", detail="; ".join(filter(None, [row.detail, why]))
-            )
-        names = (row.slice, self.definition.get(row.slice, row.slice))
-        for clause in self.contract.observability:
-            if row.n_prompts < clause.min_prompts and any(n in clause.slices for n in names):
-                why = f"{row.n_prompts} prompts, {clause.id} asks for {clause.min_prompts}"
-                return replace(row, verdict="UNOBSERVED", detail=why)
-        return row
+
+def _not_run(clause: RuntimeClause) -> Measurement:
+    row = _blank(clause.id, f"probe {clause.probe}", clause.metric, clause.limit)
+    return replace(row, detail="probes are not run inside a trainer")
 
 
 def _finite(rows: pd.DataFrame, columns: Iterable[str]) -> npt.NDArray[np.bool_]:
-    return np.isfinite(rows[list(columns)].to_numpy(dtype=np.float64)).all(axis=1)
+    return np.asarray(np.isfinite(rows[list(columns)].to_numpy(dtype=np.float64)).all(axis=1))
 
 
 def _shown(clause: Measured, mean: float) -> float:
@@ -304,11 +310,3 @@ def _blank(clause: str, name: str, metric: str, limit: float | None) -> Measurem
         clause=clause, slice=name, metric=metric, section="", value=None, lower=None, upper=None,
         limit=limit, n_prompts=0, n_tokens=0, verdict="UNOBSERVED",
     )  # fmt: skip
-
-
-def verdict_words(rows: Iterable[Measurement]) -> dict[str, int]:
-    """How many rows have each verdict, for a log."""
-    words: dict[str, int] = {}
-    for row in rows:
-        words[row.verdict] = words.get(row.verdict, 0) + 1
-    return words

@@ -83,7 +83,7 @@ class Monitor:
         self._columns = columns_of(self.contract)
         self.started = time.time()
         self.findings: dict[tuple[str, str], Finding] = {}
-        self.errors = 0
+        self.errors, self._recorded, self._part = 0, -1, 0
         self.counts = {"sequences": 0, "tokens": 0, "prompts": 0}
         self.release()
 
@@ -129,7 +129,9 @@ class Monitor:
 
     def _observe(self, batch: TokenBatch, step: int) -> Decision:
         if self.record is not None:
-            record_step(self.record, batch, self.header, step, self.rank)
+            self._part = self._part + 1 if step == self._recorded else 0
+            self._recorded = step
+            record_step(self.record, batch, self.header, step, self.rank, self._part)
         metrics = self._metrics(batch)
         for check in self._checks:
             check.update(batch)
@@ -221,6 +223,16 @@ class Monitor:
         found = overall(self.measurements)
         broken = any(f.severity == "error" for f in self.findings.values())
         return "FAIL" if broken and found not in ("FAIL", "UNSOUND") else found
+
+    def try_report(self) -> None:
+        """``report``, whose error is logged and counted unless ``strict``."""
+        try:
+            self.report()
+        except Exception as error:
+            if self.strict:
+                raise
+            self.errors += 1
+            log.warning("mismatch-audit: the report was not written: %s", error)
 
     def report(self) -> Any:
         """The record of the run so far; written where ``out`` says, whole or not at all."""

@@ -17,8 +17,12 @@ from mismatch_audit.rollouts.batch import TokenBatch
 from mismatch_audit.rollouts.schema import HEADER_KEY, Header, sequence_schema
 
 
-def record_step(folder: Path, batch: TokenBatch, header: Header, step: int, rank: int = 0) -> Path:
-    """Write one step; a file of the same step and rank (a resumed run) is replaced.
+def record_step(
+    folder: Path, batch: TokenBatch, header: Header, step: int, rank: int = 0, part: int = 0
+) -> Path:
+    """Write one step; a file of the same name (of a run that was resumed) is replaced.
+
+    part: counts the generations of one step, where a trainer makes several.
 
     Raises InputError when it cannot be written.
     """
@@ -34,7 +38,7 @@ def record_step(folder: Path, batch: TokenBatch, header: Header, step: int, rank
     ]
     metadata = {HEADER_KEY: json.dumps(asdict(header))}
     table = pa.Table.from_arrays(columns, schema=schema.with_metadata(metadata))
-    target = folder / f"step-{step:08d}-rank-{rank:04d}.parquet"
+    target = folder / f"step-{step:08d}-rank-{rank:04d}-{part:02d}.parquet"
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from kernel_contracts.loading import contract_digest
 from kernel_contracts.measurement import EXIT_CODES
 from kernel_contracts.slices import Slice
 from mismatch_audit.reports.record import ContractRef, Counts, Identities, MeasurementRow, Record
-from mismatch_audit.reports.rows import Finding
+from mismatch_audit.reports.rows import Facts, Finding
 from mismatch_audit.rollouts.schema import Header
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def findings_of(checks: Sequence[Any], header: Header) -> list[Finding]:
 
     results = explain([r for check in checks for r in check.finish(header)])
     rows = [_finding(r) for r in results if r.status == "found"]
-    unseen = [{"check": r.code, "why": r.detail} for r in results if r.status == "unobserved"]
+    unseen: list[Facts] = [
+        {"check": r.code, "why": r.detail} for r in results if r.status == "unobserved"
+    ]
     if unseen:
         rows.append(
             Finding(

@@ -125,7 +125,7 @@ class MismatchAuditCallback:
             decision = self.monitor.observe(batch, step=step)
         self._metrics = dict(decision.metrics)
         if decision.asks("stop"):
-            self.monitor.report()
+            self.monitor.try_report()
             if hasattr(control, "should_training_stop"):
                 control.should_training_stop = True
                 return
@@ -141,7 +141,7 @@ class MismatchAuditCallback:
 
     def on_train_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
         """The last report."""
-        self.monitor.report()
+        self.monitor.try_report()
 
     def _nothing(self, trainer: Any, callback_input: Any, control: Any) -> None:
         """An event that the audit does not need."""

@@ -117,7 +117,7 @@ def before_train_step(
     state.steps += 1
     state.trainer, state.sampler, state.masks = [], [], []
     if state.last.asks("stop"):
-        monitor.report()
+        monitor.try_report()
         raise StopTraining(
             "the contract asks to stop: " + "; ".join(state.last.reasons), where=f"step {step}"
         )
@@ -189,7 +189,8 @@ def _bad(
     monitor: Monitor, trainer: Sequence[Any], sampler: Sequence[Any], masks: Sequence[Any]
 ) -> list[bool]:
     """Sequences of a micro-batch that break the promises by themselves."""
-    batch = _batch(*([plain_array(x) for x in c] for c in (trainer, sampler, masks)), step=0)  # type: ignore[misc]
+    p, q, m = ([plain_array(x) for x in column] for column in (trainer, sampler, masks))
+    batch = _batch(p, q, m, 0)
     return [bool(b) for b in monitor.bad_sequences(batch)]
 
 

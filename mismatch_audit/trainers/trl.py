@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def attach(
     )
 
 
-class MismatchAuditCallback(TrainerCallback):  # type: ignore[misc]
+class MismatchAuditCallback(TrainerCallback):
     """What ``attach`` returns: the audit of one trainer, which is also one of its callbacks.
 
     monitor: verdicts and causes so far. sync: the watched weight sync, None without vLLM.
@@ -122,7 +122,9 @@ class MismatchAuditCallback(TrainerCallback):  # type: ignore[misc]
 
     # The step ------------------------------------------------------------------------------------
     def _generate(self, inputs: Any) -> Any:
-        watch = watched_requests(self.llm) if self.llm is not None else nullcontext([])
+        watch: AbstractContextManager[list[int | None]] = (
+            watched_requests(self.llm) if self.llm is not None else nullcontext([])
+        )
         with watch as cached:
             output = self._original(inputs)
         if not self.trainer.model.training:  # an evaluation: nothing is learnt from it
@@ -134,6 +136,7 @@ class MismatchAuditCallback(TrainerCallback):  # type: ignore[misc]
                 output,
                 served_version=self.sync.served_version if self.sync is not None else None,
                 engine_age=self.sync.syncs if self.sync is not None else 0,
+                serial=self.monitor.evidence.steps,
                 cached=cached,
                 logprobs_mode=self.facts.get("logprobs_mode"),
             )
@@ -203,7 +206,7 @@ class MismatchAuditCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last report."""
-        self.monitor.report()
+        self.monitor.try_report()
 
     # Results -------------------------------------------------------------------------------------
     def report(self) -> Record:

@@ -41,13 +41,15 @@ def batch_of(
     *,
     served_version: int | None,
     engine_age: int,
+    serial: int = 0,
     cached: Sequence[int | None] = (),
     logprobs_mode: str | None = None,
 ) -> TokenBatch:
     """One call of ``_generate_and_score_completions`` as a batch of B sequences.
 
     served_version: the trainer's step whose weights the engine was given last; None where there is
-    no separate engine to sync. cached: of each request, prompt tokens from the prefix cache.
+    no separate engine to sync. serial: of the call: a step may make several. cached: of each
+    request, prompt tokens from the prefix cache.
     """
     prompt_ids, prompt_mask = plain_array(output["prompt_ids"]), plain_array(output["prompt_mask"])
     ids, mask = plain_array(output["completion_ids"]), plain_array(output["completion_mask"])
@@ -79,7 +81,7 @@ def batch_of(
             "framework": "trl",
             "engine": "vllm" if getattr(trainer, "use_vllm", False) else "transformers",
             "step": step,
-            "sample_id": [f"{step}-{rank}-{i}" for i in range(n)],
+            "sample_id": [f"{step}-{rank}-{serial}-{i}" for i in range(n)],
             "group_id": groups,
             "weights_version_min": served_version,
             "weights_version_max": served_version,

@@ -143,7 +143,7 @@ def shield_llvmlite() -> None:
     import sys
 
     module = sys.modules.get("llvmlite.binding.ffi")
-    kind = type(getattr(module, "lib", None))
+    kind: Any = type(getattr(module, "lib", None))
     lookup = kind.__dict__.get("__getattr__")
     if lookup is None or getattr(lookup, "shielded", False):
         return
@@ -173,7 +173,7 @@ def cpu_sync(generation: Any) -> None:
 @contextmanager
 def watched_requests(llm: Any) -> Iterator[list[int | None]]:
     """Prompt tokens that came from the prefix cache, one number a request of ``llm.generate``."""
-    original, seen = llm.generate, []
+    original, seen = llm.generate, list[int | None]()
     replaced = llm.__dict__.get("generate")
 
     def generate(*args: Any, **kwargs: Any) -> Any:

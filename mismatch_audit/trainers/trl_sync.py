@@ -34,7 +34,7 @@ class WatchedSync:
         self.canaries: Sequence[Sequence[int]] = []
         self._metrics: dict[str, float] = {}
         self._served: Any = None
-        self._audit = self._sync_audit() if weights else None
+        self._audit: Any = self._sync_audit() if weights else None
         if guard is not None:
             self._check_guard()
         self._replaced = self.generation.__dict__.get("sync_weights")

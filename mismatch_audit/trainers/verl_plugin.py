@@ -105,7 +105,7 @@ class Hook:
             decision = self.monitor.observe(batch, step=step)
         metrics |= decision.metrics
         if decision.asks("stop"):
-            self.monitor.report()
+            self.monitor.try_report()
             raise StopTraining(
                 "the contract asks to stop: " + "; ".join(decision.reasons), where=f"step {step}"
             )
@@ -122,7 +122,7 @@ def install(module: Any = None) -> Hook | None:
         return None
     if module is None:
         import verl.utils.debug.metrics as module
-    if isinstance(module.calculate_debug_metrics, Hook):
-        return module.calculate_debug_metrics
-    module.calculate_debug_metrics = Hook(module.calculate_debug_metrics, monitor)
-    return module.calculate_debug_metrics
+    current = module.calculate_debug_metrics
+    hook = current if isinstance(current, Hook) else Hook(current, monitor)
+    module.calculate_debug_metrics = hook
+    return hook
