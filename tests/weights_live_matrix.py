@@ -56,6 +56,8 @@ class LiveMatrix:
     folder: Path
     engines: dict[str, ProcessEngine] = field(default_factory=dict)
     results: dict[tuple[str, str], SyncReport] = field(default_factory=dict)
+    unmended: SyncReport | None = None
+    """The clean push into int8 as vLLM is, before ``mend``."""
 
     def __post_init__(self) -> None:
         old = with_head(master(), 3)
@@ -69,12 +71,13 @@ class LiveMatrix:
 
     def engine(self, kind: str) -> ProcessEngine:
         if kind not in self.engines:
-            self.engines[kind] = ProcessEngine(
-                self.start[kind],
-                dtype="float32",
-                args=ARGS,
-                log_path=self.folder / f"{kind}.log",
+            engine = ProcessEngine(
+                self.start[kind], dtype="float32", args=ARGS, log_path=self.folder / f"{kind}.log"
             )
+            self.engines[kind] = engine
+            if kind == "int8":
+                self.unmended = audit_sync(engine, self.new)
+                engine.mend()
         return self.engines[kind]
 
     def result(self, kind: str, flag: str) -> SyncReport:

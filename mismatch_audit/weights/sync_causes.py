@@ -11,6 +11,8 @@ def name_cause(results: dict[str, CheckResult], read_back: WeightReport | None) 
     failing = {name for name, result in results.items() if result.ok is False}
     if not failing:
         return ""
+    if "engine_answers" in failing:
+        return f"the engine fails after the push: {results['engine_answers'].detail}"
     if "set_audit" in failing:
         return f"the two sides quantise different layers: {results['set_audit'].where[0]}"
     if "live_dtype" in failing:

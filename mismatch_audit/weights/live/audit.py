@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mismatch_audit.programs.process import EngineError
 from mismatch_audit.weights import sync_checks as checks
 from mismatch_audit.weights.checkpoint import open_checkpoint
 from mismatch_audit.weights.compare import CompareOptions
@@ -26,7 +27,6 @@ from mismatch_audit.weights.live.engine_format import (
     sent_as_it_is,
     write_for_engine,
 )
-from mismatch_audit.weights.live.report import SyncReport
 from mismatch_audit.weights.live.evidence import (
     aligned,
     answers,
@@ -36,6 +36,7 @@ from mismatch_audit.weights.live.evidence import (
     number,
     scales_of,
 )
+from mismatch_audit.weights.live.report import SyncReport
 from mismatch_audit.weights.probes import probe_rows
 from mismatch_audit.weights.rounding import nearest
 from mismatch_audit.weights.sides import Side, open_side
@@ -116,30 +117,35 @@ class _Audit:
         receipt = push(sent, version)
         self._add(checks.version_check(number(old_version), number(engine.weight_version()),
                                        number(version)))  # fmt: skip
-        self._cache(prompt, warm)
-        self.say("reading back what the engine applies after the push")
-        read_back = compare_live(
-            self.master, engine, self.scratch / "after", before, self._compare_options(engine)
-        )
-        after = open_side(self.scratch / "after", peer=self.master.checkpoint)
-        self._read_back(read_back)
+        report = SyncReport(
+            engine=facts, trainer=self.master.label, receipt=receipt, results=self.results,
+            notes=self.notes,
+        )  # fmt: skip
         if scheme:
-            self._add(checks.unwritten_scales(scales_of(after), filled))
             declared = sent.quantised if options.export else declared_set(engine)
             self._add(checks.set_audit(declared, frozenset(quantised_parts(engine))))
-        now = {name: dtype for name, (_, dtype) in engine.parameters().items()}
-        self._add(checks.live_dtype(dtypes_before, now))
-        self.say("probing layers")
-        self._probe(after)
-        self._own_checksums(before, after, checksums_before)
-        self._repeat(sequences, sent)
-        self.say("canary push")
-        self._canary(sent)
-        self._withheld(after)
-        return SyncReport(
-            engine=facts, trainer=self.master.label, receipt=receipt, results=self.results,
-            read_back=read_back, notes=self.notes,
-        )  # fmt: skip
+        try:
+            now = {name: dtype for name, (_, dtype) in engine.parameters().items()}
+            self._add(checks.live_dtype(dtypes_before, now))
+            self.say("reading back what the engine applies after the push")
+            report.read_back = compare_live(
+                self.master, engine, self.scratch / "after", before, self._compare_options(engine)
+            )
+            after = open_side(self.scratch / "after", peer=self.master.checkpoint)
+            self._read_back(report.read_back)
+            if scheme:
+                self._add(checks.unwritten_scales(scales_of(after), filled))
+            self._own_checksums(before, after, checksums_before)
+            self.say("probing layers")
+            self._probe(after)
+            self._cache(prompt, warm)  # the first requests after the push
+            self._repeat(sequences, sent)
+            self.say("canary push")
+            self._canary(sent)
+            self._withheld(after)
+        except EngineError as error:
+            self._add(CheckResult("engine_answers", False, error.what.splitlines()[0]))
+        return report
 
     def _compare_options(self, engine: LiveEngine) -> CompareOptions:
         schemes = [s for s in quantised_parts(engine).values() if s is not None]
@@ -159,10 +165,14 @@ class _Audit:
 
         sequences = [draw(min(_LENGTH, longest - 1)) for _ in range(_SEQUENCES)]
         wanted = 2 * int(facts["block_size"]) + 8
-        fits = bool(facts["prefix_caching"]) and wanted < longest
-        if not fits:
-            self.notes.append("the prefix cache is off, or a block is too long: not checked")
-        return sequences, draw(wanted) if fits else None
+        if not facts["prefix_caching"]:
+            self.notes.append("the prefix cache is off")
+            return sequences, None
+        if wanted >= longest:
+            detail = f"two cache blocks and a token are longer than max_model_len {longest}"
+            self._add(CheckResult("prefix_cache", None, detail))
+            return sequences, None
+        return sequences, draw(wanted)
 
     def _warm(self, prompt: list[int] | None) -> int:
         """Hits before the push: the same prompt twice."""
@@ -269,10 +279,16 @@ class _Audit:
             self._add(CheckResult("canary_push", None, "no layer can be sent alone"))
             return
         layer = layers[len(layers) // 2]
+        own = {
+            name
+            for name in open_checkpoint(sent.folder).ranks[0]
+            if name.removesuffix("_scale").removesuffix("_inv").endswith(f"{layer.parts[0]}.weight")
+        }
+        # Not alone into a quantised engine: layers that vLLM packed and is not sent do not live on.
         tensors = {
             name: stored.tensor()
             for name, stored in open_checkpoint(sent.folder).ranks[0].items()
-            if name.removesuffix("_scale").removesuffix("_inv").endswith(f"{layer.parts[0]}.weight")
+            if name in own or sent.quantised
         }
         x = {layer.name: probe_rows(layer.in_features, seed=3)}
 
@@ -280,7 +296,7 @@ class _Audit:
             folder = Path(tempfile.mkdtemp(dir=self.scratch))
             writer = FolderWriter(folder)
             for name, value in tensors.items():
-                scaled = "scale" in name or (len(tensors) == 1 and value.is_floating_point())
+                scaled = name in own and ("scale" in name or len(own) == 1)
                 writer.add(name, value * factor if scaled else value)
             writer.close()
             self.engine.push(folder, None)

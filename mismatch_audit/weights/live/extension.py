@@ -273,6 +273,26 @@ class WeightExtension(CaptureExtension, FaultInjection):
                 marked += 1
         return {"marked": marked}
 
+    def audit_weights_mend(self) -> dict[str, int]:
+        """Works around a fault of vLLM's int8 kernel on a CPU: it points to the scales that it was
+        made with, and a reload frees those once they are copied. From now on a kernel holds them.
+        """
+        import vllm._custom_ops
+
+        ops: Any = vllm._custom_ops
+        make = getattr(ops, "create_onednn_scaled_mm", None)
+        if make is None or hasattr(make, "audit_mended"):
+            return {"mended": 0}
+
+        def holding(weight: torch.Tensor, scales: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            handler = make(weight, scales, *rest, **named)
+            handler.audit_scales = scales
+            return handler
+
+        holding.__dict__["audit_mended"] = True
+        ops.create_onednn_scaled_mm = holding
+        return {"mended": 1}
+
     def audit_weights_checksums(self) -> dict[str, str]:
         """The engine's own digests, by parameter (without its rank prefix)."""
         own = getattr(self, "compute_weight_checksums", None)

@@ -87,6 +87,10 @@ class ExtensionEngine(ABC):
     def fill_scales(self) -> int:
         return int(self.rpc("audit_weights_fill")[0]["marked"])
 
+    def mend(self) -> bool:
+        """Make int8 kernels on a CPU survive a push (see the extension); whether it was needed."""
+        return any(rank["mended"] for rank in self.rpc("audit_weights_mend"))
+
     def push(self, checkpoint: Path, version: Version = None, *, flush: bool = True) -> PushReceipt:
         folder = Path(checkpoint).resolve()
         if not any(folder.glob("*.safetensors")):

@@ -25,6 +25,7 @@ CODES = {
     "withheld_push": "W610",
     "finite_logprobs": "W611",
     "anchored_probe": "W612",
+    "engine_answers": "W613",
     "engine_checksums": "W690",
 }
 TITLES = {
@@ -41,6 +42,7 @@ TITLES = {
     "withheld_push": "weights that nobody sent are reported as served",
     "finite_logprobs": "log-probs are not finite",
     "anchored_probe": "a layer does not apply the master's weight",
+    "engine_answers": "the engine fails after the push",
     "engine_checksums": "the engine's own checksums pass falsely",
 }
 REMEDIES = {
@@ -57,6 +59,7 @@ REMEDIES = {
     "withheld_push": "the read-back echoes the sender: read through the kernel",
     "finite_logprobs": "stop the run; find the step whose update produced it",
     "anchored_probe": "compare the read-back's findings; push again",
+    "engine_answers": "see the engine's log; push everything again, or restart it",
     "engine_checksums": "do not use them here: parameters are packed away, their digests are of "
     "nothing; read weights back through the layers",
 }
