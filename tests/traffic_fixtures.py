@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from mismatch_audit.monitor.frames import ScoredRow
 from mismatch_audit.monitor.traffic import TrafficRow, TrafficWriter
+from mismatch_audit.monitor.usable import UNIT_KEY, Fit, unit_of
 
 PROMPT, RESPONSE, VOCAB = 4, 12, 64
 
@@ -76,3 +78,30 @@ def write_log(path: Path, rows: list[TrafficRow], **options: Any) -> Path:
         for row in rows:
             writer.write(row)
     return path
+
+
+class FakeScorer:
+    """log p = log q + noise of the size in the row's metadata, minus half its variance, so that
+    E_q[p/q] is 1: k3 has mean noise^2 / 2. Cheap enough for thousands of requests."""
+
+    facts: ClassVar[dict[str, Any]] = {"weights": "fake", "dtype": "float32"}
+
+    def fit(self, weights_version: int | str | None) -> Fit:
+        return Fit(VOCAB, 1000, weights_version)
+
+    def score(self, rows: list[TrafficRow]) -> tuple[list[ScoredRow], dict[str, str]]:
+        return [self._one(r) for r in rows], {}
+
+    def _one(self, row: TrafficRow) -> ScoredRow:
+        q = np.array(row.engine_logprobs, dtype=np.float64)
+        size = float(row.metadata["noise"])
+        random = np.random.default_rng([11, int(row.request_id[1:])])
+        p = q + size * random.standard_normal(len(q)) - size**2 / 2
+        return ScoredRow(
+            unit_of(row), row.request_id, row.response_token_ids, len(row.prompt_token_ids), q,
+            {"reference_logprob": p},
+            {k: v for k, v in row.metadata.items() if k not in (UNIT_KEY, "noise")},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing is held."""
