@@ -15,13 +15,14 @@ from kernel_contracts.errors import InputError
 from mismatch_audit.cli.app import app
 from mismatch_audit.explain import PARTS, index, page_of, pages
 from mismatch_audit.weights.findings import CODES
+from mismatch_audit.weights.live.report import CODES as LIVE_CODES
 
 CODE = re.compile(r"[A-Z][A-Z0-9_]{3,}")
 
 
 def emitted() -> set[str]:
     """Codes in the source: ``code="X"`` of a call, ``code = "X"`` of a class, weight codes."""
-    found = set(CODES.values())
+    found = set(CODES.values()) | set(LIVE_CODES.values())
     for file in (ROOT / "mismatch_audit").rglob("*.py"):
         found |= set(_codes(file))
     return found
