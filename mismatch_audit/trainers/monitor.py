@@ -12,7 +12,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,10 +219,14 @@ class Monitor:
 
     @property
     def verdict(self) -> str:
-        """Of the contract on the steps so far; a cause that a weight hook named is a FAIL."""
-        found = overall(self.measurements)
-        broken = any(f.severity == "error" for f in self.findings.values())
-        return "FAIL" if broken and found not in ("FAIL", "UNSOUND") else found
+        """Of the contract on the steps so far; a cause that a weight hook named is a FAIL. Cheap:
+        ``judged`` asks the checks of the rollouts too."""
+        return _with_causes(overall(self.measurements), self.findings.values())
+
+    def judged(self) -> tuple[str, list[Finding]]:
+        """(verdict, causes) of everything seen so far: what a report says."""
+        causes = self.causes()
+        return _with_causes(overall(self.measurements), causes), causes
 
     def try_report(self) -> None:
         """``report``, whose error is logged and counted unless ``strict``."""
@@ -242,6 +246,12 @@ class Monitor:
         if self.out is not None and self.rank == 0:
             write_live_report(record, self.out)
         return record
+
+
+def _with_causes(verdict: str, causes: Iterable[Finding]) -> str:
+    """A named cause is a violation, also where too few prompts were seen to measure its effect."""
+    broken = any(cause.severity == "error" for cause in causes)
+    return "FAIL" if broken and verdict != "UNSOUND" else verdict
 
 
 def _with(decision: Decision, more: Mapping[str, float]) -> Decision:

@@ -58,10 +58,7 @@ def live_record(monitor: Monitor) -> Record:
 
     import mismatch_audit
 
-    findings = monitor.causes()
-    verdict = monitor.verdict
-    if verdict not in ("FAIL", "UNSOUND") and any(f.severity == "error" for f in findings):
-        verdict = "FAIL"
+    verdict, findings = monitor.judged()
     header = asdict(monitor.header)
     definitions = monitor.evidence.definition
     slices = [Slice(n, d, _NOTHING) for n, d in definitions.items()]

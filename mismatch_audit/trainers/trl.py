@@ -216,8 +216,8 @@ class MismatchAuditCallback(TrainerCallback):
 
     @property
     def verdict(self) -> str:
-        """Of the contract on the steps so far, and of the weight checks."""
-        return self.monitor.verdict
+        """Of the contract on the steps so far, and of the causes named: what the report says."""
+        return self.monitor.judged()[0]
 
     @property
     def exit_code(self) -> int:
