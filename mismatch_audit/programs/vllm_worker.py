@@ -15,6 +15,8 @@ import sys
 import traceback
 from typing import Any
 
+from mismatch_audit.programs.vllm_facts import config_facts
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,32 +38,12 @@ class Worker:
         import torch
         import vllm
 
-        config = self.llm.llm_engine.vllm_config
-        live = self.llm.collective_rpc("audit_facts")[0]
-        compilation = config.compilation_config
         facts = {
             "program": "vllm",
             "version": vllm.__version__,
             "torch": torch.__version__,
-            **live,
-            "logprobs_mode": str(
-                getattr(
-                    config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode
-                )
-            ),
-            "quantization": config.model_config.quantization,
-            "head_dtype": str(
-                getattr(config.model_config, "head_dtype", live["dtype"])
-            ).removeprefix("torch."),
-            "enforce_eager": bool(config.model_config.enforce_eager),
-            "compilation_mode": str(getattr(compilation, "mode", "")),
-            "tensor_parallel": config.parallel_config.tensor_parallel_size,
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
-            "block_size": config.cache_config.block_size,
-            "cache_dtype": str(config.cache_config.cache_dtype),
-            "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0"),
+            **self.llm.collective_rpc("audit_facts")[0],
+            **config_facts(self.llm.llm_engine.vllm_config),
         }
         return {"facts": facts}
 

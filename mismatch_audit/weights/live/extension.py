@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mismatch_audit.programs.capture import CaptureExtension
+from mismatch_audit.programs.vllm_facts import config_facts
 from mismatch_audit.weights.live.injection import FaultInjection
 from mismatch_audit.weights.live.transit import Complaints, Shards, stored
 
@@ -102,13 +103,9 @@ class WeightExtension(CaptureExtension, FaultInjection):
             "version": vllm.__version__,
             "torch": torch.__version__,
             **self.audit_facts(),
-            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
-            "quantization": model.quantization,
-            "enforce_eager": bool(model.enforce_eager),
+            **config_facts(config),
             "max_model_len": int(model.max_model_len),
             "vocab_size": int(model.get_vocab_size()),
-            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
-            "block_size": int(config.cache_config.block_size),
             "rank": int(getattr(self, "rank", 0)),
             "ranks": int(config.parallel_config.world_size),
             "checkpoint": str(model.model),
