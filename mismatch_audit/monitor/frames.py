@@ -88,18 +88,22 @@ def tables(contract: Contract, rows: Sequence[ScoredRow]) -> tuple[pd.DataFrame,
                 [np.nan if kind == "number" else None] * len(tokens),
                 dtype="float64" if kind == "number" else "object",
             )
-    first: dict[str, Mapping[str, Scalar]] = {}
-    for row in rows:
-        first.setdefault(row.unit, row.metadata)
-    return tokens, prompt_table(contract, first)
+    tokens = with_metadata(contract, tokens, {r.request_id: r.metadata for r in rows})
+    return tokens, pd.DataFrame({"prompt_id": list(dict.fromkeys(r.unit for r in rows))})
 
 
-def prompt_table(contract: Contract, metadata: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """One row a prompt (unit -> its metadata), with the columns that the contract names."""
-    columns: dict[str, Any] = {"prompt_id": list(metadata)}
-    for name in metadata_columns(contract):
-        columns[name] = pd.Series(_one_kind([m.get(name) for m in metadata.values()]))
-    return pd.DataFrame(columns)
+def with_metadata(
+    contract: Contract, tokens: pd.DataFrame, metadata: Mapping[str, Mapping[str, Any]]
+) -> pd.DataFrame:
+    """The token table with the metadata columns that the contract names, joined by response:
+    two responses to one prompt may differ in them. metadata: sequence id -> its."""
+    place = {name: at for at, name in enumerate(metadata)}
+    rows = tokens["sequence_id"].map(place).to_numpy(dtype=np.int64)
+    columns = {
+        name: pd.Series(_one_kind([m.get(name) for m in metadata.values()])).take(rows).to_numpy()
+        for name in metadata_columns(contract)
+    }
+    return tokens.assign(**columns)
 
 
 def _one_kind(values: list[Scalar | None]) -> list[Any]:

@@ -15,7 +15,7 @@ from kernel_contracts.measurement import EXIT_CODES, Measurement, overall
 from kernel_contracts.promotion import Promotion
 from kernel_contracts.slices import resolve
 from kernel_contracts.verdict import Evidence, judge
-from mismatch_audit.monitor.frames import prompt_table
+from mismatch_audit.monitor.frames import with_metadata
 from mismatch_audit.monitor.ingest_folder import JUDGED, IngestFolder
 from mismatch_audit.monitor.sampled import not_judged
 from mismatch_audit.monitor.survey import Choice, Survey
@@ -39,10 +39,9 @@ def report_of(
 
     tokens, requests = folder.tokens(), folder.requests()
     kept = requests[requests["outcome"] == JUDGED]
-    metadata: dict[str, Any] = {}
-    for unit, text in zip(kept["prompt_id"], kept["metadata"], strict=True):
-        metadata.setdefault(unit, json.loads(text))
-    prompts = prompt_table(judged, metadata)
+    metadata = dict(zip(kept["request_id"], map(json.loads, kept["metadata"]), strict=True))
+    tokens = with_metadata(judged, tokens, metadata)
+    prompts = pd.DataFrame({"prompt_id": kept["prompt_id"].unique()})
     cap = contract.promotion.max_response_tokens if contract.promotion else 4096
     evidence = Evidence(tokens=tokens, prompts=prompts, max_rows=cap)
     rule = (contract.promotion or Promotion()).rule(choice.stage)
@@ -65,7 +64,7 @@ def report_of(
                 "weights_version": choice.weights_version,
             },
         ),
-        counts=Counts(prompts=len(metadata), sequences=len(kept), tokens=len(tokens)),
+        counts=Counts(prompts=len(prompts), sequences=len(kept), tokens=len(tokens)),
         measurements=[MeasurementRow.of(m) for m in measurements],
         findings=_findings(contract, judged, requests, seen, looks, share, rule.max_unusable),
         actions=[
