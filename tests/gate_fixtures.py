@@ -33,6 +33,7 @@ observability:
   - {id: O1, min_prompts: 4}
 """
 DIGEST = "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c"
+TINY = {**zoo.LLAMA, "num_hidden_layers": 1}
 SEQUENCES = [[7 + i, 8, 9 + i, 10, 11 + i, 12, 13] for i in range(6)]
 PROMPT = 3
 
@@ -49,7 +50,7 @@ def facts(**changes: Any) -> dict[str, Any]:
 
 def checkpoint(folder: Path, seed: int = 0) -> Path:
     """A tiny bf16 Llama."""
-    return zoo.write(folder, zoo.cast(zoo.llama_weights(seed)))
+    return zoo.write(folder, zoo.cast(zoo.llama_weights(seed, TINY)), TINY)
 
 
 def expected_logprobs(tensors: str, sequences: list[list[int]]) -> list[list[float]]:

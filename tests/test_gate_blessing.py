@@ -167,14 +167,18 @@ def _manifest(weights: Path, folder: Path, name: str = "m.json") -> Path:
 
 def test_weights_in_other_files_are_the_same_weights(blessed: Blessed, tmp_path: Path):
     """Digests are of tensors: other shards and a manifest pass, one changed value does not."""
-    tensors = zoo.cast(zoo.llama_weights(0))
-    assert blessed.ask(weights=zoo.write_sharded(tmp_path / "shards", tensors)).allow
+    tensors = zoo.cast(zoo.llama_weights(0, fixtures.TINY))
+    shards = zoo.write_sharded(tmp_path / "shards", tensors)
+    (shards / "config.json").write_text(json.dumps(fixtures.TINY))
+    assert blessed.ask(weights=shards).allow
     decision = blessed.ask(weights=_manifest(blessed.request.weights, tmp_path))
     assert decision.allow
     assert "manifest" in decision.notes[0]
-    name = "model.layers.1.mlp.up_proj.weight"
+    name = "model.layers.0.mlp.up_proj.weight"
     tensors[name][3, 5] *= 2
-    assert blessed.codes(weights=zoo.write(tmp_path / "one", tensors)) == {"weights_differ"}
+    assert blessed.codes(weights=zoo.write(tmp_path / "one", tensors, fixtures.TINY)) == {
+        "weights_differ"
+    }
 
 
 def test_every_swap_is_denied_with_its_reason(blessed: Blessed, tmp_path: Path):
@@ -211,10 +215,10 @@ def test_every_swap_is_denied_with_its_reason(blessed: Blessed, tmp_path: Path):
 
 def test_changed_config_or_tokenizer_is_denied(blessed: Blessed, tmp_path: Path):
     """The same tensors under another rope_theta or with generation defaults: another policy."""
-    tensors = zoo.cast(zoo.llama_weights(0))
-    rope = zoo.write(tmp_path / "rope", tensors, {**zoo.LLAMA, "rope_theta": 5e5})
+    tensors = zoo.cast(zoo.llama_weights(0, fixtures.TINY))
+    rope = zoo.write(tmp_path / "rope", tensors, {**fixtures.TINY, "rope_theta": 5e5})
     assert blessed.codes(weights=rope) == {"config_differs"}
-    sampling = zoo.write(tmp_path / "sampling", tensors)
+    sampling = zoo.write(tmp_path / "sampling", tensors, fixtures.TINY)
     (sampling / "generation_config.json").write_text('{"temperature": 0.6}')
     assert blessed.codes(weights=sampling) == {"config_differs"}
 

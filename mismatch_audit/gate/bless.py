@@ -194,6 +194,24 @@ def _audited_weights(
     return weights, files, config
 
 
+def _until(record: Record, now: datetime, lifetime: timedelta) -> datetime:
+    """Not beyond the last day on which somebody answers for a violation that was let through."""
+    end = now + lifetime
+    if not any(m.verdict == "ACKNOWLEDGED" for m in record.measurements):
+        return end
+    answered = record.contract.document.get("acknowledge") or []
+    days = [str(a.get("until")) for a in answered if isinstance(a, dict)]  # type: ignore[union-attr]
+    last = datetime.fromisoformat(min(days)).replace(tzinfo=UTC) + timedelta(days=1)
+    if last <= now:
+        raise NotBlessed(
+            f"a violation was acknowledged until {min(days)}, which is over",
+            1,
+            where=record.contract.name,
+            fix="mend it, or acknowledge it anew in the contract and judge again",
+        )
+    return min(end, last)
+
+
 def _statement(
     record: Record,
     audited: tuple[WeightsIdentity, str, str],
@@ -217,11 +235,17 @@ def _statement(
         report=report,
         verdict="PASS",
         verdicts=[
-            VerdictRow(clause=m.clause, slice=m.slice, metric=m.metric, verdict="PASS")
+            VerdictRow(
+                clause=m.clause,
+                slice=m.slice,
+                metric=m.metric,
+                verdict=m.verdict,  # type: ignore[arg-type]  # a PASS has no FAIL and no UNSOUND
+                optional=bool(getattr(m, "optional", False)),
+            )
             for m in record.measurements
         ],
         issued=write_time(now),
-        expires=write_time(now + lifetime),
+        expires=write_time(_until(record, now, lifetime)),
         tool=Tool(version=mismatch_audit.__version__),
     )
     subject = Subject(name=weights.source, digest={TENSORS: weights.tensors, FILES: files})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernel_contracts.errors import InputError
+from kernel_contracts.errors import InputError, NotComparableError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +77,20 @@ def check_version(reported: Any, pushed: Any) -> SyncCheck:
         return SyncCheck("version", None, "the engine reports no weight version")
     ok = str(reported) == str(pushed)
     return SyncCheck("version", ok, f"pushed {pushed}, the engine reports {reported}")
+
+
+def check_receipt(receipt: Any) -> SyncCheck:
+    """What the engine said of the push itself (a ``PushReceipt``). It is a claim, so that saying
+    nothing is no failure; saying that something went wrong is one."""
+    name = "receipt"
+    if left := tuple(getattr(receipt, "not_loaded", ()) or ()):
+        return SyncCheck(name, False, f"{len(left)} parameters were not loaded, first {left[0]}")
+    if getattr(receipt, "flushed", None) is False:
+        return SyncCheck(name, False, "the prefix cache was not emptied: its keys are stale")
+    tensors = getattr(receipt, "tensors", None)
+    if tensors is None:
+        return SyncCheck(name, None, "this engine gives none", needed=False)
+    return SyncCheck(name, tensors > 0, f"{tensors} tensors sent")
 
 
 def flat_pair(a: LogProbs, b: LogProbs) -> tuple[np.ndarray, np.ndarray] | str:
@@ -155,14 +169,12 @@ def check_read_back(engine: Any, checkpoint: Path, folder: Path) -> SyncCheck:
     name = "read_back"
     if not hasattr(engine, "read_back"):
         return SyncCheck(name, None, "this engine cannot be read back", needed=False)
-    from mismatch_audit.weights.compare import compare_sides
+    from mismatch_audit.weights.live.compare import compare_live
     from mismatch_audit.weights.sides import open_side
 
     try:
-        pushed = open_side(checkpoint)
-        served = open_side(engine.read_back(folder), peer=pushed.checkpoint)
-        report = compare_sides(pushed, served)
-    except InputError as error:
+        report = compare_live(open_side(checkpoint), engine, folder)
+    except (InputError, NotComparableError) as error:
         return SyncCheck(name, False, f"{error.what}")
     ok = None if report.exit_code == 3 else report.exit_code == 0
     if report.findings:

@@ -67,6 +67,8 @@ def run_push(plan: PushPlan, folder: Path) -> PushResult:
                 result = roll_back(store, plan.target, plan.prober, ["cut short"], 1)
                 if mine:
                     return result
+        if store.unfinished is None and (done := store.committed_as(source, contract)):
+            return done  # the crash came after the commit
         if store.unfinished is None:
             store.begin(source, contract, _previous(plan, store), plan.target.two_phase)
         return _forward(plan, store, source)

@@ -52,12 +52,20 @@ class ContractBinding(_Strict):
 
 
 class VerdictRow(_Strict):
-    """A clause on a slice. Only passes are blessed."""
+    """A clause on a slice. What is no PASS is a violation that somebody answers for in the
+    contract, or lacks evidence on a slice that the contract calls optional."""
 
     clause: Text
     slice: Text
     metric: Text
-    verdict: Literal["PASS"]
+    verdict: Literal["PASS", "ACKNOWLEDGED", "INCONCLUSIVE", "UNOBSERVED"]
+    optional: bool = False
+
+    @model_validator(mode="after")
+    def _is_let_through(self) -> Self:
+        if self.verdict not in ("PASS", "ACKNOWLEDGED") and not self.optional:
+            raise ValueError(f"{self.verdict} is not blessed")
+        return self
 
 
 class Tool(_Strict):
@@ -98,6 +106,8 @@ class Predicate(_Strict):
     @model_validator(mode="after")
     def _window_is_sane(self) -> Self:
         start, end = self.window
+        if not any(row.verdict == "PASS" for row in self.verdicts):
+            raise ValueError("no clause passed")
         if not start < end <= start + MAX_LIFETIME:
             raise ValueError(f"expires not within {MAX_LIFETIME.days} days after it was issued")
         return self

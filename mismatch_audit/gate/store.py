@@ -131,6 +131,17 @@ class Store:
         self._point(weights)
         return PushResult("committed", weights.version, (), tuple(checks), 0)
 
+    def committed_as(self, source: Weights, contract: str) -> PushResult | None:
+        """The latest push again: a result only when it was committed from these very weights."""
+        events = {event.event: event.data for event in self.events}
+        begun = events.get("begun", {})
+        if "committed" not in events or begun.get("contract") != contract:
+            return None
+        if begun["source"] != describe(source):
+            return None
+        checks = tuple(SyncCheck(**item) for item in events["checked"]["checks"])
+        return PushResult("committed", source.version, ("it was served already",), checks, 0)
+
     def abort(self, reasons: Sequence[str], exit_code: int) -> PushResult:
         self.append("aborted", reasons=list(reasons))
         return PushResult("aborted", self.previous.version, tuple(reasons), (), exit_code)

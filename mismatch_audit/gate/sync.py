@@ -23,6 +23,7 @@ from mismatch_audit.gate.checks import (
     check_agreement,
     check_movement,
     check_read_back,
+    check_receipt,
     check_restored,
     check_version,
     flat_pair,
@@ -139,10 +140,11 @@ def guarded_sync(
     checks: tuple[SyncCheck, ...] = ()
     error = ""
     try:
-        engine.push(checkpoint, version)
+        receipt = engine.push(checkpoint, version)
         after = engine.logprobs(sequences)
         change = (previous.logprobs, expected) if previous.logprobs is not None else None
         checks = (
+            check_receipt(receipt),
             check_version(engine.weight_version(), version),
             check_agreement(expected, after, limits),
             check_movement(change, (before, after), limits),

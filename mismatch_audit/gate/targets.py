@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kernel_contracts.errors import AuditError, InputError
+from mismatch_audit.gate.checks import check_receipt
 
 OpenEngine = Callable[[], AbstractContextManager[Any]]
 """Opens the live engine (its standby, in two phases) that the checks look at."""
@@ -129,9 +130,11 @@ class EngineTarget:
     def hand_over(self, weights: Weights) -> None:
         try:
             with self.open_engine() as engine:
-                engine.push(weights.checkpoint, weights.version)
+                receipt = check_receipt(engine.push(weights.checkpoint, weights.version))
         except AuditError as error:
             raise TargetError(error.what, where=error.where, fix=error.fix) from error
+        if not receipt.holds:
+            raise TargetError(receipt.detail)
 
     def activate(self, weights: Weights) -> None:
         """Nothing: it serves what it was given."""
