@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 CONTRACT = HERE / "contracts" / "live-float32.yaml"
 FAULTS = {
     "none": "nothing is wrong",
-    "no_sync": "the weight sync does nothing",
+    "no_sync": "the weight sync moves no weights",
     "stale_head": "the weight sync leaves out the output head",
     "temperature_semantics": "temperature 2, but log-probs from before it (raw_logprobs)",
     "prefix_cache": "the prefix cache is kept across weight syncs",
@@ -102,33 +102,31 @@ def variety(completions: list[str], **_: Any) -> list[float]:
 
 
 class Engines:
-    """vLLM engines by dtype, so that several runs in one process share them.
+    """vLLM engines by dtype and log-probs mode, so that several runs in one process share them.
 
     TRL gives vLLM no dtype (a float32 checkpoint is then served in bfloat16 on a CPU) and asks for
     processed log-probs; both are set here, where a fault wants another.
     """
 
     def __init__(self) -> None:
-        self.built: dict[str, Any] = {}
+        self.built: dict[tuple[str, str], Any] = {}
 
     def make(self, dtype: str, mode: str, **arguments: Any) -> Any:
+        """In the place of ``vllm.LLM`` in TRL: a new engine, or one of before with the model's own
+        weights again."""
         from vllm import LLM
 
         from mismatch_audit.trainers.trl_engine import ColocatedEngine, shield_llvmlite
 
         shield_llvmlite()
-        if dtype not in self.built:
-            arguments |= {"dtype": dtype, "logprobs_mode": mode, "enforce_eager": True,
-                          "block_size": BLOCK}  # fmt: skip
-            self.built[dtype] = LLM(**arguments)
-        else:
-            llm = self.built[dtype]
-            holder = argparse.Namespace(llm=llm)
-            ColocatedEngine(holder).push(Path(arguments["model"]), 0)
-        llm = self.built[dtype]
-        runner = llm.llm_engine.model_executor.driver_worker.model_runner
-        runner.sampler.logprobs_mode = llm.llm_engine.model_config.logprobs_mode = mode
-        return llm
+        if (dtype, mode) in self.built:
+            llm = self.built[dtype, mode]
+            ColocatedEngine(argparse.Namespace(llm=llm)).push(Path(arguments["model"]), 0)
+            return llm
+        arguments |= {"dtype": dtype, "logprobs_mode": mode, "enforce_eager": True,
+                      "block_size": BLOCK}  # fmt: skip
+        self.built[dtype, mode] = LLM(**arguments)
+        return self.built[dtype, mode]
 
 
 def break_sync(fault: str, generation: Any) -> None:
@@ -150,7 +148,11 @@ def break_sync(fault: str, generation: Any) -> None:
         finally:
             generation.llm.reset_prefix_cache = reset
 
-    broken = {"no_sync": lambda: None, "stale_head": stale_head, "prefix_cache": keep_cache}
+    broken = {
+        "no_sync": generation.llm.reset_prefix_cache,
+        "stale_head": stale_head,
+        "prefix_cache": keep_cache,
+    }
     generation.sync_weights = broken.get(fault, functools.partial(cpu_sync, generation))
 
 
@@ -218,7 +220,7 @@ def run(
     trainer.train()
     report = audited.report()
     audited.detach()
-    causes = [f.code for f in report.findings if f.severity == "error"]
+    causes = [f.code for f in report.findings if f.severity != "note"]
     logs = [h for h in trainer.state.log_history if "mismatch/abs_dlp" in h]
     kept = (
         "mismatch/abs_dlp",

@@ -283,7 +283,7 @@ def test_stale_weights_are_seen_at_the_first_sync_after_an_update(runs: dict[str
 
 @pytest.mark.engine
 def test_a_guarded_sync_keeps_good_pushes_and_rolls_bad_ones_back(runs: dict[str, Any]) -> None:
-    """A sync that does nothing fails its check at the second push and every one after; the clean
+    """A sync that moves nothing fails its check at the second push and every one after; the clean
     run's pushes all stand."""
     good = [step.get("weights/push_ok") for step in runs["guarded"].steps]
     assert good == [None, 1, 1, 1]
@@ -294,7 +294,7 @@ def test_a_guarded_sync_keeps_good_pushes_and_rolls_bad_ones_back(runs: dict[str
 
 @pytest.mark.engine
 def test_a_stop_ends_a_real_run(runs: dict[str, Any]) -> None:
-    """With its actions allowed, the contract stops a run whose sync does nothing, at the first step
+    """With its actions allowed, the contract stops a run whose sync moves nothing, at the first step
     that shows it."""
     assert len(runs["stopped"].steps) <= 3
     assert runs["stopped"].exit_code == 1

@@ -146,7 +146,7 @@ class MismatchAuditCallback(TrainerCallback):
             decision = self.monitor.not_observed(step, error, len(output["advantages"]))
         else:
             if self.sync is not None:
-                self.sync.canaries = _canaries(batch)
+                self.sync.canaries = self.sync.canaries or _canaries(batch)
             decision = self.monitor.observe(batch, step=step)
         self.last = self._agree(decision)
         metrics = dict(decision.metrics) | (self.sync.take_metrics() if self.sync else {})
@@ -226,7 +226,8 @@ class MismatchAuditCallback(TrainerCallback):
 
 
 def _canaries(batch: Any, count: int = 8) -> list[list[int]]:
-    """Some of the step's own sequences, to check the next push by."""
+    """Some of the step's own sequences, to check pushes by: the same ones every time, so that the
+    engine's movement can be compared with the trainer's."""
     ids, edges = batch.tokens("token_ids"), batch.offsets
     picked = range(0, batch.n_sequences, max(1, batch.n_sequences // count))
     return [ids[edges[s] : edges[s + 1]].tolist() for s in list(picked)[:count]]
