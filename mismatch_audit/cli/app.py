@@ -7,7 +7,18 @@ import sys
 
 import typer
 
-from mismatch_audit.cli import bless, gate, key, push, routes, serve_router, weights
+from mismatch_audit.cli import (
+    bless,
+    gate,
+    ingest,
+    key,
+    promote,
+    push,
+    routes,
+    serve_router,
+    watch,
+    weights,
+)
 from mismatch_audit.cli.contract import contract_app
 from mismatch_audit.cli.doctor import doctor
 from mismatch_audit.cli.explain import explain
@@ -41,6 +52,9 @@ gate.register(app)
 push.register(app)
 routes.register(app)
 serve_router.register(app)
+ingest.register(app)
+promote.register(app)
+watch.register(app)
 
 
 def main() -> None:
