@@ -47,8 +47,10 @@ def render(view: View, deliveries: Sequence[Delivery], alpha: float, rate: float
     head.append(
         f"{counters[JUDGED]} requests judged ({counters['prompts']} prompts, "
         f"{counters['tokens']} tokens), {rate:.1f}/s; {unusable} unusable; "
-        f"{view.backlog} waiting; newest {view.last_row or 'unknown'}"
+        f"{view.backlog} waiting" + (f"; newest {view.last_row}" if view.last_row else "")
     )
+    if view.alarms:
+        head.append(f"\n{len(view.alarms)} alarms", style="bold red")
     table = Table(
         "", "clause", "slice", "metric", "estimate", "limit", "prompts", "to alarm", "verdict",
         box=box.SIMPLE_HEAD, pad_edge=False,
@@ -68,7 +70,7 @@ def render(view: View, deliveries: Sequence[Delivery], alpha: float, rate: float
             Text(f"{s.limit:.4g}"),
             Text(str(s.n)),
             Text(gauge(s, alpha), style if s.verdict == "FAIL" else "cyan"),
-            Text(s.verdict + (" (warn)" if s.warn else ""), style),
+            Text(s.verdict + (" (warn)" if s.warn and s.verdict != "FAIL" else ""), style),
         )
     parts: list[RenderableType] = [head, table]
     if len(rows) > _MOST_ROWS:

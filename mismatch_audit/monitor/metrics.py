@@ -29,7 +29,7 @@ GAUGES = {
 """Per clause and slice."""
 
 
-@dataclass
+@dataclass(eq=False)  # hashed by prometheus_client
 class Exporter:
     """Serves the latest view on a loopback port. Raises InputError where the port is taken."""
 
