@@ -21,6 +21,7 @@ from mismatch_audit.gate.checks import (
     check_movement,
     check_receipt,
     check_restored,
+    check_steady,
     check_version,
 )
 from mismatch_audit.gate.sync import RollbackError
@@ -52,6 +53,9 @@ def updated(weights: Weights, size: float = 0.1) -> Weights:
 
 
 CANARIES = [[int(t) for t in np.random.default_rng(i).integers(0, VOCABULARY, 12)] for i in (1, 2)]
+
+
+SEEN = {"version", "agreement", "movement", "steady"}
 
 
 class Trainer:
@@ -86,7 +90,7 @@ class Engine:
     def logprobs(self, sequences: Any) -> list[list[float]]:
         noise = np.random.default_rng(int(abs(np.nan_to_num(self.weights).sum()) * 1e9))
         rows = policy(self.weights, sequences)
-        return [[min(0.0, v + 1e-3 * noise.normal()) for v in row] for row in rows]
+        return [[float(np.minimum(0.0, v + 1e-3 * noise.normal())) for v in row] for row in rows]
 
 
 @pytest.fixture
@@ -115,7 +119,7 @@ def test_clean_control_stands_and_old_pushes_are_removed(start: tuple[Served, Pa
         trainer.weights = updated(trainer.weights)
         outcome = sync(engine, (served, folder), trainer, version=version)
         assert outcome.ok, outcome.reasons
-        assert {c.check for c in outcome.checks if c.ok} == {"version", "agreement", "movement"}
+        assert {c.check for c in outcome.checks if c.ok} == SEEN
         served = outcome.served
         assert served.version == version
         np.testing.assert_array_equal(engine.weights, trainer.weights)
@@ -324,6 +328,27 @@ def test_an_update_too_small_to_see_is_undecided_and_not_needed():
     assert unmoved.ok is None
     assert unmoved.holds
     assert check_movement(None, (old, old), SyncLimits()).ok is None
+
+
+def test_a_gap_that_grew_is_told_by_its_median():
+    """Four times the gap of before, and above the floor, is a fault even where the contract's KL
+    would bear it; one bad token of many is not."""
+    random = np.random.default_rng(0)
+    p = [list(-3 - random.random(60))]
+
+    def engine(size: float) -> list[list[float]]:
+        return [list(np.array(p[0]) + size * random.normal(size=60))]
+
+    limits = SyncLimits()
+    assert check_steady((p, engine(5e-3)), (p, engine(5e-3)), limits).ok
+    assert check_steady((p, engine(1e-6)), (p, engine(5e-4)), limits).ok
+    grown = check_steady((p, engine(5e-3)), (p, engine(5e-2)), limits)
+    assert grown.ok is False
+    assert check_agreement(p, engine(5e-2), limits).ok
+    outlier = engine(5e-3)
+    outlier[0][7] -= 0.5
+    assert check_steady((p, engine(5e-3)), (p, outlier), limits).ok
+    assert check_steady(None, (p, p), limits).holds
 
 
 def test_missing_evidence_never_holds():

@@ -50,12 +50,16 @@ class SyncLimits:
     worst: largest |log-prob difference| of any canary token, nats. restored: largest mean
     |difference| a token, nats, between the engine before the push and after a rollback.
     movement: how far the share of the trainer's change that the engine made may be from 1.
+    growth, floor: the median |difference| may be ``growth`` times what it was before the push, and
+    is never minded below ``floor`` nats.
     """
 
     kl: float = 1.0e-2
     worst: float = 5.0
     restored: float = 0.02
     movement: float = 0.5
+    growth: float = 4.0
+    floor: float = 2.0e-3
 
     @classmethod
     def of(cls, contract: Contract) -> SyncLimits:
@@ -148,6 +152,26 @@ def check_movement(
     if error > SEEN_ERROR:
         return SyncCheck(name, None, f"{said}: too small an update to tell", share, needed=False)
     return SyncCheck(name, abs(share - 1) <= limits.movement, said, share, limits.movement)
+
+
+def check_steady(
+    before: tuple[LogProbs, LogProbs] | None,
+    after: tuple[LogProbs, LogProbs],
+    limits: SyncLimits,
+) -> SyncCheck:
+    """Are the two sides as close as before the push? Each (trainer, engine). A contract bears a KL
+    that a sound engine does not use: a fault may hide in what is left. By the median, because a
+    few rare tokens carry most of a mean."""
+    name = "steady"
+    if before is None:
+        return SyncCheck(name, None, "the trainer's log-probs before it are unknown", needed=False)
+    old, new = flat_pair(*before), flat_pair(*after)
+    if isinstance(old, str) or isinstance(new, str):
+        return SyncCheck(name, False, old if isinstance(old, str) else str(new))
+    was, now = (float(np.median(np.abs(a - b))) for a, b in (old, new))
+    limit = max(limits.floor, limits.growth * was)
+    said = f"median difference {now:.3g} nats after {was:.3g} (limit {limit:.3g})"
+    return SyncCheck(name, now <= limit, said, now, limit)
 
 
 def check_restored(before: LogProbs, after: LogProbs, limits: SyncLimits) -> SyncCheck:

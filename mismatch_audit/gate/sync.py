@@ -25,6 +25,7 @@ from mismatch_audit.gate.checks import (
     check_read_back,
     check_receipt,
     check_restored,
+    check_steady,
     check_version,
     flat_pair,
 )
@@ -142,12 +143,15 @@ def guarded_sync(
     try:
         receipt = engine.push(checkpoint, version)
         after = engine.logprobs(sequences)
-        change = (previous.logprobs, expected) if previous.logprobs is not None else None
+        known = previous.logprobs
+        change = None if known is None else (known, expected)
+        gap = None if known is None else (known, before)
         checks = (
             check_receipt(receipt),
             check_version(engine.weight_version(), version),
             check_agreement(expected, after, limits),
             check_movement(change, (before, after), limits),
+            check_steady(gap, (expected, after), limits),
         )
         if read_back:
             checks += (_read_back(engine, checkpoint),)
