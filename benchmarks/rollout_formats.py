@@ -2,8 +2,8 @@
 
     python benchmarks/rollout_formats.py [--sequences 2000] [--tokens 512] [--write]
 
-One dump a format with the same number of random tokens; each is read to the end, the best of three
-runs counts. --write puts the tables into docs/rollout-formats.md, between its markers.
+One dump a format with the same number of random tokens; each is read to the end; processor time,
+the best of three runs. --write puts the tables into docs/rollout-formats.md, between its markers.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main() -> None:
         tables = [formats(folder, made)]
         tables.append(decoders(folder / "prime-rl/token_exports/step_1/rank_0.jsonl"))
         tables.append(pickles())
-    head = f"{chosen.sequences:,} sequences of {chosen.tokens} tokens, one process, 2 cores:"
+    head = f"{chosen.sequences:,} sequences of {chosen.tokens} tokens, processor seconds of one process:"
     text = "\n\n".join([head, *tables]) + "\n"
     print(text)
     if chosen.write:

@@ -26,9 +26,9 @@ sys.modules["make_dumps"] = make
 _spec.loader.exec_module(make)
 
 TRUTH = make.sequences()
-BOTH_SIDES = ("prime-rl", "nemo-rl", "skyrl", "openrlhf", "slime", "areal", "verl", "roll")
-VERSIONED = ("slime", "areal", "pipeline-rl", "martingale")
-REWARDED = ("nemo-rl", "openrlhf", "slime", "areal", "roll", "pipeline-rl", "martingale")
+BOTH_SIDES = ("plain", "prime-rl", "nemo-rl", "skyrl", "openrlhf", "slime", "areal", "verl", "roll")
+VERSIONED = ("plain", "slime", "areal", "pipeline-rl", "martingale")
+REWARDED = ("plain", "nemo-rl", "openrlhf", "slime", "areal", "roll", "pipeline-rl", "martingale")
 TEXTS = ("areal-text", "verl-text", "roll-text", "ms-swift", "trl")
 
 
@@ -110,7 +110,7 @@ def test_a_dump_comes_back_as_it_was_sampled(name: str, dumps: Path, tmp_path: P
 def test_one_file_of_a_folder_is_read_alone(name: str, dumps: Path) -> None:
     """A file named itself gives its own sequences, and no more."""
     files = sorted(f for f in (dumps / name).rglob("*") if f.is_file() and f.name != "STABLE")
-    assert len(read(files[0])) == 6
+    assert len(read(files[0])) == (6 if len(files) > 1 else len(TRUTH))
 
 
 def test_several_formats_in_one_folder_are_several_sources(dumps: Path) -> None:

@@ -91,6 +91,33 @@ def _steps(made: list[Sequence]) -> dict[int, list[Sequence]]:
     return {step: [s for s in made if s.step == step] for step in sorted({s.step for s in made})}
 
 
+def plain(folder: Path, made: list[Sequence]) -> None:
+    """The sequence table of this project, as Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from mismatch_audit.rollouts.schema import HEADER_KEY, sequence_schema
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "sample_id": f"{s.step}/{s.group}/{s.number}", "group_id": f"{s.step}/{s.group}",
+            "step": s.step, "token_ids": s.ids, "prompt_len": len(s.prompt),
+            "origin": [0] * len(s.prompt) + [1 if own else 2 for own in s.sampled],
+            "loss_mask": [False] * len(s.prompt) + s.sampled, "reward": s.reward,
+            "sampler_logprob": s.full("sampler", None), "trainer_logprob": s.full("trainer", None),
+            "sequence_advantage": s.advantage, "temperature": 1.0, "top_p": 1.0,
+            "weights_version_min": s.version, "weights_version_max": s.version,
+            "trainer_version": s.version, "logprobs_mode": "processed_logprobs",
+        }
+        for s in made
+    ]  # fmt: skip
+    schema = pa.schema([field for field in sequence_schema() if field.name in rows[0]])
+    table = pa.Table.from_pylist(rows, schema=schema)
+    header = json.dumps({"framework": "sample", "trainer_dtype": "float32"}).encode()
+    pq.write_table(table.replace_schema_metadata({HEADER_KEY: header}), folder / "rollouts.parquet")
+
+
 def prime_rl(folder: Path, made: list[Sequence]) -> None:
     for step, batch in _steps(made).items():
         lines = []
@@ -460,6 +487,7 @@ def martingale(folder: Path, made: list[Sequence]) -> None:
 
 
 WRITERS = {
+    "plain": plain,
     "prime-rl": prime_rl, "nemo-rl": nemo_rl, "skyrl": skyrl, "openrlhf": openrlhf,
     "slime": slime, "areal": areal, "areal-text": areal_text, "verl": verl,
     "verl-text": verl_text, "roll": roll, "roll-text": roll_text, "ms-swift": ms_swift,

@@ -1,9 +1,8 @@
 """JSON lines, plain or compressed, read with bounds: one decoded object a line, or a clear error.
 
-msgspec decodes into a typed struct: unknown fields are skipped without being built, and a wrong
-type is named with its path in the line. Measured on a 36 MB token export (2 000 sequences of 512
-tokens): typed msgspec 0.35 s, untyped msgspec 0.48 s, json 1.6 s; ``benchmarks``-free, see
-``samples/rollouts/make.py --time``.
+msgspec decodes into a typed struct: fields that no reader uses are skipped, and a wrong type is
+named with its path in the line. It takes a third of json's time and is level with pyarrow.json,
+which cannot name a line and refuses NaN (benchmarks/rollout_formats.py).
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def detect(path: Path) -> Detection | None:
 def read(path: Path, options: ReadOptions) -> Source:
     """Raises InputError without a tokenizer: the dump is text only."""
     record = (
-        "attach the auditor's hook, which sees rollout_per_token_logps and old_per_token_logps "
-        "(mismatch_audit.trainers)"
+        "give rollout_per_token_logps and old_per_token_logps to Monitor.observe in the trainer's "
+        "loss (docs/trainers.md, your own trainer)"
     )
     header = Header(framework="ms-swift", format=FORMAT)
     header.lacks = {

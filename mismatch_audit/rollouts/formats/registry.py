@@ -31,9 +31,6 @@ READERS: dict[str, str] = {
 }
 """Format -> module of this package, imported when first needed."""
 
-if not (Path(__file__).parent / "plain.py").is_file():  # being written
-    del READERS["plain"]
-
 _SUFFIXES = (".jsonl", ".parquet", ".pt", ".pth", ".pkl", ".npz", ".db")
 _COMPRESSED = (".gz", ".zst")
 # A run folder holds checkpoints and wheels of logs as well; no dump is nested deeper than this.
@@ -75,9 +72,11 @@ def open_sources(
     options = options or ReadOptions()
     sources: list[Source] = []
     problems: list[Problem] = []
+    if options.fields and format == "auto":
+        format = "plain"  # columns renamed to ours
     if format != "auto":
         chosen = reader(format)
-        opened = [(path, chosen) for path in paths]
+        opened = [(file, chosen) for path in paths for file in _whole_or_files(path, chosen)]
     else:
         opened = []
         for path in paths:
@@ -133,6 +132,14 @@ def _readers_of(path: Path, problems: list[Problem]) -> list[tuple[Path, Reader]
             raise _unknown(path)
         return found
     return [(path, _surest(path))]
+
+
+def _whole_or_files(path: Path, chosen: Reader) -> list[Path]:
+    """A folder's data files where the reader knows no folders; else the path itself."""
+    if hasattr(chosen, "files") or not path.is_dir():
+        return [path]
+    found = [file for file in sorted(path.rglob("*"), key=natural) if _is_data(file)]
+    return [file for file in found if file.is_file()] or [path]
 
 
 def _in_folder(

@@ -74,8 +74,8 @@ def read(path: Path, options: ReadOptions) -> Source:
         ],
         lacks={
             "reward": "SkyRL drops the rewards before it dumps the batch",
-            "weights_version_min": "not in the dump; record it in on_step_end with a "
-            "TrainingCallback, whose callback_input has the batch and the step",
+            "weights_version_min": "not in the dump; MismatchAuditCallback records the step that a "
+            "batch belongs to (docs/trainers.md)",
             "entropy": "not in the dump",
         },
     )

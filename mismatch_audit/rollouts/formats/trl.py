@@ -41,7 +41,8 @@ def detect(path: Path) -> Detection | None:
 
 def read(path: Path, options: ReadOptions) -> Source:
     """Raises InputError without a tokenizer: the dump is text only."""
-    record = "attach the auditor to the trainer, mismatch_audit.trainers"
+    record = "attach(trainer, contract=..., record=DIR) writes token ids and both log-probs "
+    record += "(docs/trainers.md)"
     header = Header(framework="trl", format=FORMAT)
     header.lacks = {
         "sampler_logprob": record,

@@ -22,8 +22,8 @@ from mismatch_audit.rollouts.schema import Header
 FORMAT = "verl"
 
 RECORD = (
-    "pip install mismatch-audit beside verl and set VERL_USE_EXTERNAL_PLUGINS=auto: its plugin "
-    "writes token ids and both log-probs"
+    "set MISMATCH_AUDIT_CONTRACT and MISMATCH_AUDIT_RECORD, and this project's plugin of verl "
+    "writes token ids and both log-probs (docs/trainers.md)"
 )
 TEXT = Fields(
     prompt=("input",), completion=("output",), reward=("score",), sample=("request_id",),
