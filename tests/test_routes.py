@@ -43,12 +43,12 @@ from kernel_contracts.predicates import parse
 from kernel_contracts.slices import resolve
 from mismatch_audit.reports.record import Record, save_record
 from mismatch_audit.routing.approximate import outer, simplify
-from mismatch_audit.routing.audited import Audited, load_audited, spans
+from mismatch_audit.routing.audited import Audited, load_audited
 from mismatch_audit.routing.build import Audit, build_table
 from mismatch_audit.routing.conditions import named
 from mismatch_audit.routing.decide import Decision, Decisions
 from mismatch_audit.routing.features import known_when
-from mismatch_audit.routing.matching import Facts, compiled
+from mismatch_audit.routing.matching import Facts, compiled, spans
 from mismatch_audit.routing.table import (
     Policy,
     RoutingTable,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from kernel_contracts.errors import InputError
-from mismatch_audit.routing.matching import Facts
+from mismatch_audit.routing.matching import Facts, spans
 from mismatch_audit.rundir import STATE, read_json
 from mismatch_audit.tokens import read_parts
 
@@ -20,18 +20,6 @@ class Audited:
 
     facts: dict[str, Facts]
     tokens: pd.DataFrame
-
-
-def spans(prompt_tokens: tuple[float, float], max_tokens: float) -> dict[str, tuple[float, float]]:
-    """position and context_length over the tokens that a request may generate.
-
-    prompt_tokens: least and most tokens of the prompt, equal where they were counted.
-    """
-    last = max(max_tokens - 1, 0.0)
-    return {
-        "position": (0.0, last),
-        "context_length": (prompt_tokens[0], prompt_tokens[1] + last),
-    }
 
 
 def load_audited(run: Path) -> Audited | None:

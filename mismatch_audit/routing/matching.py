@@ -62,6 +62,18 @@ class Facts:
         return None if math.isnan(number) else (number, number)
 
 
+def spans(prompt_tokens: tuple[float, float], max_tokens: float) -> dict[str, tuple[float, float]]:
+    """position and context_length over the tokens that a request may generate.
+
+    prompt_tokens: least and most tokens of the prompt, equal where they were counted.
+    """
+    last = max(max_tokens - 1, 0.0)
+    return {
+        "position": (0.0, last),
+        "context_length": (prompt_tokens[0], prompt_tokens[1] + last),
+    }
+
+
 Test = Callable[[Facts], "bool | None"]
 Read = Callable[[Facts], Known]
 

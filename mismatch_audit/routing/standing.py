@@ -10,27 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from kernel_contracts.contract import Contract
 from kernel_contracts.definitions import EscalationRule
 from kernel_contracts.escalation import Action, actions_of
-from kernel_contracts.measurement import SEVERITY, Verdict
+from kernel_contracts.measurement import SEVERITY
 from kernel_contracts.slices import Slice
 from kernel_contracts.vocabulary import METRIC_WORDS
 from mismatch_audit.reports.rows import MeasurementRow
 from mismatch_audit.routing.conditions import named
-from mismatch_audit.routing.table import REFERENCE, Policy, SliceState
+from mismatch_audit.routing.table import REFERENCE, Policy, SliceState, Verdict
 
 WHOLE = "all"
 
 _WHOLE_RUN = frozenset({"block", "stop", "hold_push", "rollback"})
 _TOLERATED = frozenset({"FAIL", "INCONCLUSIVE", "PASS"})
 """What a rule ``log`` may let pass: a number that was seen. Missing evidence it may not."""
-
-Effect = Literal["away", "stay", "tolerated"]
 
 
 @dataclass
@@ -62,8 +59,9 @@ class Evidence:
 
 
 def gather(contract: Contract, rows: Iterable[MeasurementRow]) -> dict[str, Evidence]:
-    """Slice -> evidence, in the report's order; ``all`` stands for every request."""
-    found: dict[str, Evidence] = {WHOLE: Evidence(WHOLE)}
+    """Slice -> evidence, in the report's order; ``all`` stands for every request, and is there
+    without evidence when the report has no row."""
+    found: dict[str, Evidence] = {}
 
     def at(name: str) -> Evidence:
         return found.setdefault(name, Evidence(name))
@@ -74,6 +72,8 @@ def gather(contract: Contract, rows: Iterable[MeasurementRow]) -> dict[str, Evid
         for rule in contract.escalation:
             if rule.action == "route" and rule.slice and _about(rule, row, contract):
                 at(rule.slice).rows.append(row)
+        if row.verdict == "ACKNOWLEDGED":
+            continue  # a failure that somebody answers for, for a time
         action = _action(contract, row)
         if row.verdict == "PASS" and (action is None or action.action not in _MOVES):
             continue
@@ -81,7 +81,7 @@ def gather(contract: Contract, rows: Iterable[MeasurementRow]) -> dict[str, Evid
         if not tolerated:
             verdict: Verdict = "FAIL" if row.verdict == "PASS" else row.verdict
             at(where).against.append((verdict, to, _why(row, action)))
-    return found
+    return found or {WHOLE: Evidence(WHOLE)}
 
 
 _MOVES = _WHOLE_RUN | {"route", "quarantine"}

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mismatch_audit.routing.audited import spans
-from mismatch_audit.routing.matching import Facts, Interval, Scalar
+from mismatch_audit.routing.matching import Facts, Interval, Scalar, spans
 from mismatch_audit.routing.proxy.refusal import Refusal
 
 METADATA_HEADER = b"x-audit-metadata"

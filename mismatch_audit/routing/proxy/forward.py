@@ -20,6 +20,7 @@ from mismatch_audit.routing.proxy.mirror import Capture, Mirror
 from mismatch_audit.routing.proxy.refusal import (
     ClientGone,
     Headers,
+    Message,
     Receive,
     Refusal,
     Send,
@@ -28,6 +29,7 @@ from mismatch_audit.routing.proxy.refusal import (
 )
 from mismatch_audit.routing.proxy.settings import Limits
 from mismatch_audit.routing.proxy.sse import ERROR, EventStream, TooLong, broken, events, payload
+from mismatch_audit.routing.proxy.stall import Stall
 from mismatch_audit.routing.proxy.upstream import (
     Died,
     died_of,
@@ -217,7 +219,7 @@ class Exchange:
                 log.warning("backend %s: the answer is not what was asked for", backend.name)
         self._began(backend, response.status)
         headers.append((b"x-audit-backend", backend.target.encode()))
-        await self.send_all(send_whole(self._send, response.status, headers, body))
+        await send_whole(self._finish, response.status, headers, body)
 
     async def _stream(
         self, backend: Backend, response: aiohttp.ClientResponse, capture: Capture | None
@@ -231,38 +233,66 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         failed = False
         try:
-            while block:
-                failed = failed or ERROR in block
-                if capture is not None:
-                    block = self._captured(backend, capture, block)
-                await self.send_all(
-                    self._send({"type": "http.response.body", "body": block, "more_body": True})
-                )
-                block = await _next(stream, self.proxy.limits.idle)
-            if not stream.done:
-                raise Died("broken")
+            failed = await self._pass_on(backend, stream, block, capture)
         except Died as died:
             failed = True
             log.warning("backend %s: a stream broke off (%s)", backend.name, died.reason)
             rest = broken("the engine's answer broke off; ask again")
-            await self._send({"type": "http.response.body", "body": rest, "more_body": True})
+            await self._finish({"type": "http.response.body", "body": rest, "more_body": True})
         if failed:
             self.proxy.metrics.broken.labels(backend.name).inc()
             backend.breaker.failed()
             if capture is not None:
                 capture.spoil()
-        await self._send({"type": "http.response.body", "body": b""})
+        await self._finish({"type": "http.response.body", "body": b""})
+
+    async def _pass_on(
+        self, backend: Backend, stream: EventStream, block: bytes, capture: Capture | None
+    ) -> bool:
+        """The first block and all others. True when the backend said that it failed; raises Died
+        when it did not finish, ClientGone when the client takes nothing for too long."""
+        limits, send, failed = self.proxy.limits, self._send, False
+        stall = Stall()
+        try:
+            async with stall:
+                while block:
+                    failed = failed or ERROR in block
+                    if capture is not None:
+                        block = self._captured(backend, capture, block)
+                    stall.wait("client", limits.client)
+                    await send({"type": "http.response.body", "body": block, "more_body": True})
+                    stall.wait("backend", limits.idle)
+                    block = await _next(stream)
+        except TimeoutError:
+            if stall.side == "client":
+                raise ClientGone from None
+            raise Died("timeout") from None
+        if not stream.done:
+            raise Died("broken")
+        return failed
 
     async def _first(self, stream: EventStream) -> bytes:
         """The first events. Raises Died when there are none, or when they say that the engine
         failed: nothing was sent, so another may be asked."""
-        block = await _next(stream, self.proxy.limits.first_token)
+        try:
+            async with asyncio.timeout(self.proxy.limits.first_token):
+                block = await _next(stream)
+        except TimeoutError:
+            raise Died("timeout") from None
         if not block:
             raise Died("broken")
         if block.startswith(ERROR):
             said = payload(events(block)[0]) or b""
             raise Died("error_event", answer=(502, [_JSON], said))
         return block
+
+    async def _finish(self, message: Message) -> None:
+        """Send what is not one of many pieces, unless the client takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self.proxy.limits.client):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None
 
     def _captured(self, backend: Backend, capture: Capture, block: bytes) -> bytes:
         try:
@@ -277,22 +307,13 @@ class Exchange:
         metrics.first.labels(backend.name).observe(time.perf_counter() - self.start)
         metrics.requests.labels(backend.name, str(status)).inc()
 
-    async def send_all(self, sending: Awaitable[None]) -> None:
-        """Send, unless the client takes nothing for too long."""
-        try:
-            async with asyncio.timeout(self.proxy.limits.client):
-                await sending
-        except TimeoutError:
-            raise ClientGone from None
 
-
-async def _next(stream: EventStream, wait: float) -> bytes:
-    """The next events, within ``wait`` seconds. Raises Died."""
+async def _next(stream: EventStream) -> bytes:
+    """The next events. Raises Died."""
     import aiohttp
 
     try:
-        async with asyncio.timeout(wait):
-            return await stream.block()
+        return await stream.block()
     except TooLong:
         raise Died("broken") from None
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -51,6 +51,4 @@ async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> 
 async def refuse(send: Send, refusal: Refusal) -> None:
     body = error_body(refusal.status, refusal.reason, refusal.message)
     headers = [(b"content-type", b"application/json"), *refusal.headers]
-    if refusal.status in (408, 413):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
     await send_whole(send, refusal.status, headers, body)

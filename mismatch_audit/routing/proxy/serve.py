@@ -78,6 +78,7 @@ def serve(options: Options, host: str, port: int) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(2048)  # from here on a client waits and is not refused
     except OSError as error:
         raise InputError(
             f"cannot listen on {host}:{port}: {error.strerror}", fix="give another --port"
