@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 def gate(
     ctx: typer.Context,
     weights: Annotated[
-        Path | None, typer.Option(help="Checkpoint to be served, or its manifest.json.")
+        Path | None, typer.Option(help="Checkpoint to be served, its manifest.json, or `sample`.")
     ] = None,
     engine_facts: Annotated[
         str | None,
@@ -64,7 +64,7 @@ def gate(
             fix="audit gate --help",
         )
     decision = decide(
-        Request(weights, _engine(engine_facts), contract, blessing, trusted, _time(now))
+        Request(_local(weights), _engine(engine_facts), contract, blessing, trusted, _time(now))
     )
     if as_json:
         typer.echo(json.dumps(decision.to_dict(), indent=1))
@@ -91,6 +91,13 @@ def _engine(text: str) -> Path | EngineFacts:
     from mismatch_audit.weights.live.base import is_engine_spec
 
     return facts_of(text) if is_engine_spec(text) else Path(text)
+
+
+def _local(weights: Path) -> Path:
+    """``sample`` is the sample model, as in ``audit run``."""
+    from mismatch_audit.sample_model import SAMPLE_NAME, sample_model_path
+
+    return sample_model_path() if str(weights) == SAMPLE_NAME else weights
 
 
 def _time(text: str | None) -> datetime | None:
