@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from kernel_contracts.errors import InputError
 from mismatch_audit.cli.app import app
 from mismatch_audit.explain import PARTS, index, page_of, pages
+from mismatch_audit.rollouts.checks import turns
 from mismatch_audit.weights.findings import CODES
 from mismatch_audit.weights.live.report import CODES as LIVE_CODES
 
@@ -21,8 +22,9 @@ CODE = re.compile(r"[A-Z][A-Z0-9_]{3,}")
 
 
 def emitted() -> set[str]:
-    """Codes in the source: ``code="X"`` of a call, ``code = "X"`` of a class, weight codes."""
+    """Codes in the source: ``code="X"`` of a call, ``code = "X"`` of a class, and of tables."""
     found = set(CODES.values()) | set(LIVE_CODES.values())
+    found |= {code for code, _, _ in turns._KINDS.values()}
     for file in (ROOT / "mismatch_audit").rglob("*.py"):
         found |= set(_codes(file))
     return found
