@@ -39,9 +39,9 @@ class Recipe:
 
     seed: int = 0
     steps: int = 6
-    prompts: int = 12
+    prompts: int = 10
     siblings: int = 4
-    max_len: int = 40
+    max_len: int = 28
     prompt_len: tuple[int, int] = (4, 12)
     engine_noise: float = 2e-6
     trainer_noise: float = 0.0
@@ -128,7 +128,7 @@ class Policy:
         """``[R, V]``: body, head: versions a row."""
         hidden = self.body[context] + body[:, None] * self.body_move[context]
         z = hidden @ self.head.T + head[:, None] * (hidden @ self.head_move.T)
-        z[:, EOS] = 0.0
+        z[:, EOS] = 1.0
         z[:, BOS] = -30.0
         return z
 

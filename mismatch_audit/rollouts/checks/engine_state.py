@@ -26,7 +26,7 @@ class PrefixCache(Streaming):
     code = "STALE_PREFIX_CACHE"
     title = "the prefix cache outlives a weight update"
     needs: tuple[str, ...] = (*BOTH, "num_cached_tokens", "weights_version_max")
-    priority = 76
+    priority = 77
     remedy = (
         "Reset the prefix cache with every push (reset_prefix_cache), or salt it with the weights "
         "version (cache_salt)."
@@ -86,7 +86,7 @@ class EncoderCache(Streaming):
     code = "STALE_ENCODER_CACHE"
     title = "the encoder cache outlives a weight update"
     needs: tuple[str, ...] = (*BOTH, "modality", "weights_version_max")
-    priority = 75
+    priority = 76
     remedy = "Reset the multimodal encoder cache with every push."
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Resume(Streaming):
     code = "AFTER_RESUME"
     title = "the mismatch is high right after a resume"
     needs: tuple[str, ...] = (*BOTH, "run_id", "step")
-    priority = 70
+    priority = 79
     remedy = (
         "Push the checkpoint's weights before the first rollout, and hold training until the "
         "mismatch of a fixed prompt is back at its level before the resume."

@@ -6,7 +6,7 @@ import numpy as np
 
 from mismatch_audit.rollouts.batch import TokenBatch
 from mismatch_audit.rollouts.checks.base import CheckResult
-from mismatch_audit.rollouts.checks.strata import Strata
+from mismatch_audit.rollouts.checks.strata import ALPHA, p_value
 from mismatch_audit.rollouts.checks.streaming import BOTH, Streaming
 from mismatch_audit.rollouts.checks.view import TokenView, view
 from mismatch_audit.rollouts.schema import Header
@@ -148,28 +148,42 @@ class Aggregation(Streaming):
         "means; the mismatch depends on the length of the response."
     )
 
+    FACTOR = 1.5
+
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.sequence, self.gap = Strata(), Strata(), Strata()
+        self.count = 0
+        self.first, self.second = np.zeros(4), np.zeros((4, 4))
 
     def see(self, tokens: TokenView) -> None:
         n, total = tokens.n, tokens.sum_k3
-        zero = np.zeros(len(n), dtype=np.int64)
-        some = (n > 0) + 0.0
-        own = total / np.maximum(n, 1)
-        self.token.add(zero, tokens.clusters, n, total)
-        self.sequence.add(zero, tokens.clusters, some, own)
+        columns = ((n > 0) + 0.0, total / np.maximum(n, 1), n, total)
+        rows = np.stack([np.bincount(tokens.clusters, c) for c in columns], axis=1)
+        rows = rows[rows[:, 2] > 0]
+        self.count += len(rows)
+        self.first += rows.sum(0)
+        self.second += rows.T @ rows
 
     def judge(self, header: Header) -> list[CheckResult]:
-        token, sequence = self.token.mean(0), self.sequence.mean(0)
-        if token.clusters < 20:
+        if self.count < 20:
             return [self.too_little("needs comparable tokens of 20 prompts")]
-        row = {"k3_token_mean": token.value, "k3_mean_of_means": sequence.value}
-        low, high = sorted((token, sequence), key=lambda m: m.value)
-        if high.above(low, 1.5):
-            return [
-                self.found(
-                    f"k3 {token.value:.3g} by tokens, {sequence.value:.3g} by sequences", [row]
-                )
-            ]
+        sequences, own, tokens, total = (float(v) for v in self.first)
+        by_sequence, by_token = own / sequences, total / tokens
+        row = {"k3_token_mean": by_token, "k3_mean_of_means": by_sequence}
+        for more, less, sign in ((by_sequence, by_token, 1.0), (by_token, by_sequence, -1.0)):
+            gap = more - self.FACTOR * less
+            if gap > 0 and p_value(gap, self._se(by_sequence, by_token, sign), self.count) < ALPHA:
+                text = f"k3 is {by_token:.3g} by tokens and {by_sequence:.3g} by sequences"
+                return [self.found(text, [row])]
         return [self.clean("both aggregations agree within a factor of 1.5", [row])]
+
+    def _se(self, by_sequence: float, by_token: float, sign: float) -> float:
+        """Of the gap between one mean and FACTOR times the other, linearised: both come from the
+        same prompts, so their errors mostly cancel."""
+        sequences, _, tokens, _ = (float(v) for v in self.first)
+        a, b = (1.0, self.FACTOR) if sign > 0 else (self.FACTOR, 1.0)
+        weights = sign * np.array(
+            [-a * by_sequence / sequences, a / sequences, b * by_token / tokens, -b / tokens]
+        )
+        variance = float(weights @ self.second @ weights) * self.count / (self.count - 1)
+        return float(np.sqrt(max(variance, 0.0)))

@@ -63,7 +63,8 @@ class PositionGrowth(SampleCheck):
             for k, m in means.items()
         ]
         order = list(means)
-        rank = stats.spearmanr(order, [means[k].value for k in order]).statistic
+        values = [means[k].value for k in order]
+        rank = stats.spearmanr(order, values).statistic if len(set(values)) > 1 else 0.0
         first, last = means[order[0]], means[order[-1]]
         if last.value > FLOOR and rank >= 0.8 and last.above(first, FACTOR):
             text = f"{last.value / max(first.value, 1e-12):.3g} times from the first to the last"

@@ -32,8 +32,15 @@ class Mean:
         if min(self.clusters, other.clusters) < 2:
             return False
         gap = self.value - factor * other.value
-        se = sqrt(self.se**2 + (factor * other.se) ** 2)
-        return gap > 0 and p_value(gap, se, min(self.clusters, other.clusters) - 1) < ALPHA
+        mine, theirs = self.se**2, (factor * other.se) ** 2
+        if not gap > 0:
+            return False
+        if mine + theirs == 0.0:
+            return True
+        df = (mine + theirs) ** 2 / (
+            mine**2 / (self.clusters - 1) + theirs**2 / (other.clusters - 1)
+        )  # Welch and Satterthwaite
+        return p_value(gap, sqrt(mine + theirs), df) < ALPHA
 
     def beyond(self, limit: float) -> bool:
         """Whether this mean exceeds the limit, at level ``ALPHA``."""
@@ -42,7 +49,7 @@ class Mean:
 
 
 def p_value(gap: float, se: float, df: float) -> float:
-    """One-sided p of a gap (Student's t, df from the smaller side: conservative)."""
+    """One-sided p of a gap by Student's t."""
     return float(stats.t.sf(gap / se, max(df, 1.0))) if se > 0 else 0.0
 
 

@@ -115,7 +115,7 @@ class WeightSync(Streaming):
                 rows,
                 code="PARTIAL_SYNC",
                 title="part of the weights is not updated in the engine",
-                priority=73,
+                priority=74,
             )
         return self._corrupt(f"{text}, constant since", rows)
 
@@ -155,7 +155,7 @@ class InitialModel(Streaming):
     code = "ENGINE_SERVES_BASE"
     title = "the engine still serves the initial model"
     needs: tuple[str, ...] = (*BOTH, "ref_logprob")
-    priority = 74
+    priority = 75
     remedy = (
         "Nothing pushed arrives: look for an adapter that is never attached, a reload from disk "
         "after the push, or a patch that missed. Canary: log-probs must change after a push."
@@ -227,7 +227,7 @@ class InitialModel(Streaming):
                 [row],
                 code="PARTIAL_SYNC",
                 title="part of the weights is not updated in the engine",
-                priority=73,
+                priority=74,
                 remedy="Compare the set of pushed names with the set of trainable names, layer by "
                 "layer digests, and the head (tied, cached in another dtype).",
             )
