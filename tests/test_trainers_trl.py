@@ -68,6 +68,7 @@ class Sampler:
             with torch.no_grad():
                 rows = trainer.model(input_ids=whole).logits[0, len(prompt) - 1 : -1]
             own = rows.float().log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+            own = own + 3e-6 * torch.randn(own.shape)  # another kernel; equal columns are a fault
             logprobs.append((own + (self.gap if row in self.bad else 0.0)).tolist())
         return {"prompt_ids": tokens, "completion_ids": ids.tolist(), "logprobs": logprobs}
 
@@ -88,7 +89,9 @@ def trainer_of(tiny: Path, out: Path, sampler: Any, steps: int = 4) -> Any:
         model=AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
         reward_funcs=lambda completions, **_: [float(len(set(c))) for c in completions],
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": [f"say {i}" for i in range(8)]}),
+        train_dataset=Dataset.from_dict(
+            {"prompt": [f"say {i}" for i in range(8)], "domain": ["even", "odd"] * 4}
+        ),
         processing_class=AutoTokenizer.from_pretrained(tiny),
         rollout_func=sampler,
     )
@@ -106,15 +109,22 @@ def test_a_clean_run_passes_and_its_numbers_are_in_the_trainers_log(
     tiny: Path, tmp_path: Path
 ) -> None:
     """The trainer's own log-probs, computed where TRL has not, agree with the sampler's to
-    rounding; the report is written at the end."""
-    trainer, audit = audited(tiny, tmp_path, Sampler(), "log", out=tmp_path, record=tmp_path / "r")
+    rounding; the report is written at the end, and the data's own column is recorded."""
+    import pyarrow.parquet as pq
+
+    trainer, audit = audited(
+        tiny, tmp_path, Sampler(), "log", out=tmp_path, record=tmp_path / "r", environment="domain"
+    )
     trainer.train()
     logged = [h["mismatch/abs_dlp"] for h in trainer.state.log_history if "mismatch/abs_dlp" in h]
     assert len(logged) == 4
     assert max(logged) < 1e-4
+    assert [f.code for f in audit.report().findings if f.severity != "note"] == []
     assert (audit.verdict, audit.exit_code) == ("PASS", 0)
     assert load_record(tmp_path).counts.prompts == 32
-    assert len(list((tmp_path / "r").glob("*.parquet"))) == 4
+    files = sorted((tmp_path / "r").glob("*.parquet"))
+    assert len(files) == 4
+    assert set(pq.read_table(files[0]).column("environment").to_pylist()) == {"even", "odd"}
 
 
 def test_detach_gives_the_trainer_back(tiny: Path, tmp_path: Path) -> None:
@@ -219,6 +229,68 @@ def test_weights_and_guard_need_an_engine(tiny: Path, tmp_path: Path) -> None:
         audited(tiny, tmp_path, Sampler(), "log", weights=1)
 
 
+def fake_trainer(**generation: Any) -> Any:
+    """As much of a trainer as a weight sync needs; ``synced`` counts what reached the engine."""
+    fake = SimpleNamespace(state=SimpleNamespace(global_step=0), _last_loaded_step=-1, synced=0)
+
+    def sync() -> None:
+        fake.synced += 1
+
+    fake.vllm_generation = SimpleNamespace(sync_weights=sync, **generation)
+    return fake
+
+
+def test_a_held_push_does_not_happen_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine keeps the weights of step 0 while the trainer goes on; released, the next push
+    happens. The version that is recorded is the one that is served, not the one that TRL counts."""
+    from mismatch_audit.trainers.trl_sync import WatchedSync
+
+    trainer = fake_trainer()
+    sync = WatchedSync(trainer, monitor=None)  # type: ignore[arg-type]
+    trainer.vllm_generation.sync_weights()
+    sync.hold = True
+    for trainer.state.global_step in (1, 2):
+        trainer.vllm_generation.sync_weights()
+    assert (trainer.synced, sync.served_version) == (1, 0)
+    assert "the weight push of step 2 is held back; the engine keeps serving step 0" in caplog.text
+    assert sync.take_metrics()["mismatch/pushes_held"] == 2
+    sync.hold = False
+    trainer.state.global_step = 3
+    trainer.vllm_generation.sync_weights()
+    assert (trainer.synced, sync.served_version) == (2, 3)
+    sync.detach()
+    assert trainer.vllm_generation.sync_weights.__name__ == "sync"
+
+
+def test_a_push_is_not_held_where_sleep_threw_the_weights_away() -> None:
+    """Holding it would serve nothing at all."""
+    from mismatch_audit.trainers.trl_sync import WatchedSync
+
+    trainer = fake_trainer(_llm_weights_sleeping=True)
+    sync = WatchedSync(trainer, monitor=None)  # type: ignore[arg-type]
+    sync.hold = True
+    trainer.vllm_generation.sync_weights()
+    assert (trainer.synced, sync.held) == (1, 0)
+
+
+def test_several_processes_take_the_same_actions(tiny: Path, tmp_path: Path) -> None:
+    """This process asks for nothing, another one to stop: both stop."""
+    import numpy as np
+    import torch
+
+    from mismatch_audit.trainers.decision import ACTIONS, Decision
+
+    _, audit = audited(tiny, tmp_path, Sampler(), "log")
+    others = torch.tensor([float(a == "stop") for a in ACTIONS])
+    audit.trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            num_processes=2, device="cpu", reduce=lambda mine, reduction: mine + others
+        )
+    )
+    agreed = audit._agree(Decision(0, (), np.zeros(2, dtype=bool)))
+    assert agreed.actions == ("stop",)
+
+
 @pytest.mark.engine
 def test_attaching_loads_no_numba() -> None:
     """On a CPU vLLM cannot start in a process that has loaded it (see ``shield_llvmlite``)."""
@@ -294,8 +366,8 @@ def test_a_guarded_sync_keeps_good_pushes_and_rolls_bad_ones_back(runs: dict[str
 
 @pytest.mark.engine
 def test_a_stop_ends_a_real_run(runs: dict[str, Any]) -> None:
-    """With its actions allowed, the contract stops a run whose sync moves nothing, at the first step
-    that shows it."""
+    """With its actions allowed, the contract stops a run whose sync moves nothing as soon as that
+    is certain."""
     assert len(runs["stopped"].steps) <= 3
     assert runs["stopped"].exit_code == 1
 

@@ -50,13 +50,15 @@ def attach(
     strict: bool = False,
     weights: int = 0,
     guard: str | Path | None = None,
+    environment: str = "environment",
 ) -> MismatchAuditCallback:
     """Audit every training step of a GRPOTrainer from now on.
 
     contract, every, out, record, actions, strict: as for ``Monitor``. weights: read the served
     weights back at every so many syncs and compare them with the trainer's (0: never; colocated
     vLLM only). guard: folder for checkpoints; each sync is then checked on the live engine and
-    rolled back when a check fails (colocated vLLM, one process, weights not sharded).
+    rolled back when a check fails (colocated vLLM, one process, weights not sharded). environment:
+    the dataset's column that becomes ``environment``, for slices by it.
 
     Raises InputError where the trainer, or its version of TRL, lacks a name that is needed, or is
     attached to already.
@@ -76,6 +78,7 @@ def attach(
         ),
         weights=weights,
         guard=Path(guard) if guard is not None else None,
+        environment=environment,
     )
 
 
@@ -87,10 +90,16 @@ class MismatchAuditCallback(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: Any, monitor: Monitor, *, weights: int = 0, guard: Path | None = None
+        self,
+        trainer: Any,
+        monitor: Monitor,
+        *,
+        weights: int = 0,
+        guard: Path | None = None,
+        environment: str = "environment",
     ) -> None:
         _check(trainer)
-        self.trainer, self.monitor = trainer, monitor
+        self.trainer, self.monitor, self.environment = trainer, monitor, environment
         self.last: Decision | None = None
         self.skipped_steps = 0
         generation = getattr(trainer, "vllm_generation", None)
@@ -137,6 +146,7 @@ class MismatchAuditCallback(TrainerCallback):
                 served_version=self.sync.served_version if self.sync is not None else None,
                 engine_age=self.sync.syncs if self.sync is not None else 0,
                 serial=self.monitor.evidence.steps,
+                environment=_texts(inputs, self.environment),
                 cached=cached,
                 logprobs_mode=self.facts.get("logprobs_mode"),
             )
@@ -223,6 +233,12 @@ class MismatchAuditCallback(TrainerCallback):
     def exit_code(self) -> int:
         """0 pass, 1 violated, 3 inconclusive or unobserved, 4 not comparable."""
         return EXIT_CODES[self.verdict]
+
+
+def _texts(inputs: Any, column: str) -> list[str | None] | None:
+    """A column of the dataset's rows; None where no row has it."""
+    values = [row.get(column) for row in inputs]
+    return [None if v is None else str(v) for v in values] if any(values) else None
 
 
 def _canaries(batch: Any, count: int = 8) -> list[list[int]]:

@@ -42,6 +42,7 @@ def batch_of(
     served_version: int | None,
     engine_age: int,
     serial: int = 0,
+    environment: Sequence[str | None] | None = None,
     cached: Sequence[int | None] = (),
     logprobs_mode: str | None = None,
 ) -> TokenBatch:
@@ -49,7 +50,7 @@ def batch_of(
 
     served_version: the trainer's step whose weights the engine was given last; None where there is
     no separate engine to sync. serial: of the call: a step may make several. cached: of each
-    request, prompt tokens from the prefix cache.
+    request, prompt tokens from the prefix cache. environment: of each row of the data.
     """
     prompt_ids, prompt_mask = plain_array(output["prompt_ids"]), plain_array(output["prompt_mask"])
     ids, mask = plain_array(output["completion_ids"]), plain_array(output["completion_mask"])
@@ -89,6 +90,7 @@ def batch_of(
             "microbatch_rows": int(trainer.args.per_device_train_batch_size),
             "num_cached_tokens": _whole(cached, n),
             "logprobs_mode": logprobs_mode,
+            "environment": environment,
             "finish_reason": _finish(ids, mask, trainer),
             "sequence_advantage": plain_array(output["advantages"]).reshape(n, -1).mean(axis=1),
             "engine_age": engine_age,
