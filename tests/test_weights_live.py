@@ -160,7 +160,7 @@ def test_the_trainer_hook_reads_a_live_engine(matrix: LiveMatrix) -> None:
 @pytest.mark.engine
 def test_the_table_in_the_docs_is_these_results(matrix: LiveMatrix) -> None:
     written = between(DOCS.read_text("utf-8"), "live-matrix")
-    assert written == text(matrix), "run: python -m tests.weights_live_matrix --write"
+    assert written == text(matrix), "run: python tests/weights_live_matrix.py --write"
 
 
 # ----------------------------------------------------------------------------- a running server

@@ -1,6 +1,6 @@
 """Faults put into the sync of real, running engines: run every one, write the table into the docs.
 
-    python -m tests.weights_live_matrix --write
+    python tests/weights_live_matrix.py --write
 
 The same results feed tests/test_weights_live.py, so the table cannot drift from the tests.
 """

@@ -48,4 +48,9 @@ def compare_live(
         report.notes.append(f"{name}: stored in a format that cannot be read back here")
     for name in getattr(engine, "off_scale", ()):
         report.notes.append(f"{name}: the kernel applies another scale than its parameter holds")
+    if saturating := getattr(engine, "saturating", ()):
+        report.notes.append(
+            f"{len(saturating)} layers: the int8 kernel saturates sums of large products on this "
+            f"machine, so that it is not linear: {saturating[0]}"
+        )
     return report

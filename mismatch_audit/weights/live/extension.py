@@ -22,12 +22,11 @@ from safetensors.torch import load_file, save_file
 from mismatch_audit.programs.capture import CaptureExtension
 from mismatch_audit.programs.vllm_facts import config_facts
 from mismatch_audit.weights.live.injection import FaultInjection
+from mismatch_audit.weights.live.int8 import Int8Reading, read_int8
 from mismatch_audit.weights.live.transit import Complaints, Shards, stored
 
 _CHUNK = 256
 _DERIVED = ("azp_adj",)  # made from the payload when it is packed; no checkpoint has it
-# int8 payloads of at most 127 come back exactly when the kernel's output is good to 1 part in 256.
-_SCALE_TOLERANCE = 2**-7
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -196,17 +195,21 @@ class WeightExtension(CaptureExtension, FaultInjection):
         done: set[str] = set()
         unread: list[str] = []
         off_scale: list[str] = []
+        saturating: list[str] = []
         for name, module in linears.items():
             scheme = self._audit_scheme(module)
             done |= {f"{name}.{leaf}" for leaf in ("weight", "weight_scale")}
             if scheme is None:
                 shards.add(f"{name}.weight", self._audit_effective(module))
             elif scheme == "channel_int8":
-                payload, scale, agrees = self._audit_int8(module)
-                shards.add(f"{name}.weight", payload)
-                shards.add(f"{name}.weight_scale", scale)
-                if not agrees:
-                    off_scale.append(name)
+                reading = self._audit_int8(module)
+                shards.add(f"{name}.weight", reading.payload)
+                shards.add(f"{name}.weight_scale", reading.scale)
+                for flag, names in (("off_scale", off_scale), ("saturates", saturating)):
+                    if getattr(reading, flag):
+                        names.append(name)
+                if not reading.whole and not reading.off_scale:
+                    unread.append(f"{name}.weight")
             else:
                 unread.append(f"{name}.weight")
         rotary = self._audit_rotary()
@@ -227,25 +230,18 @@ class WeightExtension(CaptureExtension, FaultInjection):
             "bytes": shards.bytes,
             "unread": unread,
             "off_scale": off_scale,
+            "saturating": saturating,
         }
 
-    def _audit_int8(self, module: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """(payload, scale, whether the kernel uses that scale) of a per-channel int8 layer.
-
-        The kernel's packed payload is read by identity rows and divided by the scale parameter;
-        where the quotient is no whole number of steps, the kernel holds another scale, which is
-        then taken from its largest entry (127 steps).
-        """
-        weight = self._audit_effective(module).float()
-        scale = module.weight_scale.detach().float().reshape(-1, 1)
-        whole = (weight / scale).round()
-        error = (weight - whole * scale).norm() / weight.norm()
-        agrees = bool(error <= _SCALE_TOLERANCE) and float(whole.abs().max()) <= 128
-        if not agrees and bool(torch.isfinite(weight).all()):
-            scale = weight.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
-            whole = (weight / scale).round()
-        payload = torch.nan_to_num(whole, nan=0.0, posinf=127, neginf=-128).clamp(-128, 127)
-        return payload.to(torch.int8), scale, agrees
+    def _audit_int8(self, module: Any) -> Int8Reading:
+        """The packed payload of a per-channel int8 layer, through its kernel."""
+        dtype, device = self.model_runner.model_config.dtype, self.model_runner.device
+        return read_int8(
+            lambda x: self._audit_run(module, x.to(device, dtype)).float().cpu(),
+            self._audit_width(module),
+            module.weight_scale.detach().float().reshape(-1, 1).cpu(),
+            exact=dtype == torch.float32,
+        )
 
     def _audit_rotary(self) -> torch.Tensor | None:
         """Inverse frequencies [head_dim / 2] of the live cos/sin table: angles at position 1."""

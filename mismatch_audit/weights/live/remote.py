@@ -24,6 +24,7 @@ class ExtensionEngine(ABC):
         self._files = 0
         self.unread: tuple[str, ...] = ()
         self.off_scale: tuple[str, ...] = ()
+        self.saturating: tuple[str, ...] = ()
 
     @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -142,6 +143,7 @@ class ExtensionEngine(ABC):
         answers = self.rpc("audit_weights_read", str(folder))
         self.unread = tuple(sorted({name for rank in answers for name in rank["unread"]}))
         self.off_scale = tuple(sorted({name for rank in answers for name in rank["off_scale"]}))
+        self.saturating = tuple(sorted({n for rank in answers for n in rank["saturating"]}))
         if not any(folder.glob("*.safetensors")):
             raise InputError(
                 "the engine wrote its read-back somewhere else",
