@@ -70,9 +70,15 @@ def contract(folder: Path, text: str = CONTRACT) -> Path:
 
 
 def run(
-    folder: Path, weights: Path, contract_path: Path, verdict: str = "PASS", **engine: Any
+    folder: Path,
+    weights: Path,
+    contract_path: Path,
+    verdict: str = "PASS",
+    rows: dict[str, dict[str, Any]] | None = None,
+    **engine: Any,
 ) -> Path:
-    """The folder of an audit of ``weights`` with this verdict. engine: changes of its facts."""
+    """The folder of an audit of ``weights`` with this verdict. engine: changes of its facts. rows:
+    changes of measurements, by clause."""
     settings = {
         "model": str(weights),
         "prompts": "prompts.jsonl",
@@ -82,12 +88,12 @@ def run(
     files, tensors = weights_digest(weights), identify(weights).tensors
     own = {"model": str(weights), "weights": files, "tokenizer": DIGEST}
     judged = load_contract(contract_path)
-    rows = [
+    measured = [
         {
             "clause": clause, "slice": "all", "metric": metric, "section": section, "value": 1e-4,
             "lower": 0.0, "upper": 2e-4, "limit": 2e-3, "n_prompts": 6, "n_tokens": 24,
             "verdict": verdict,
-        }
+        } | (rows or {}).get(clause, {})
         for clause, metric, section in (
             ("S1", "kl_engine_reference", "statistical"), ("O1", "missing", "observability"),
         )
@@ -110,7 +116,7 @@ def run(
                 "engine": own | facts() | engine,
             },
             "counts": {"prompts": 6, "sequences": 6, "tokens": 24},
-            "measurements": rows,
+            "measurements": measured,
             "digests": {
                 "settings": digest_of(settings),
                 "prompts": DIGEST,

@@ -157,6 +157,25 @@ def test_run_that_does_not_speak_of_these_weights_is_not_blessed(blessed: Blesse
         bless_run(run, key)
 
 
+def test_acknowledged_violation_ends_the_blessing_with_its_day(blessed: Blessed, tmp_path: Path):
+    """It is listed for what it is, and holds no longer than somebody answers for it; afterwards
+    there is no blessing at all."""
+    text = fixtures.CONTRACT + (
+        "acknowledge: [{clause: S1, who: ops, why: known, until: 2026-01-04}]\n"
+    )
+    contract = fixtures.contract(tmp_path / "c", text)
+    rows = {"S1": {"verdict": "ACKNOWLEDGED"}}
+    run = fixtures.run(tmp_path / "run", blessed.request.weights, contract, rows=rows)
+    key = load_private(blessed.key)
+    statement = bless_run(run, key, now=NOW).statement
+    assert [row.verdict for row in statement.predicate.verdicts] == ["ACKNOWLEDGED", "PASS"]
+    assert statement.predicate.expires == "2026-01-05T00:00:00Z"
+    early = bless_run(run, key, now=NOW, lifetime=timedelta(hours=1)).statement
+    assert early.predicate.expires == "2026-01-02T13:00:00Z"
+    with pytest.raises(NotBlessed, match="which is over"):
+        bless_run(run, key, now=NOW + timedelta(days=3))
+
+
 def _manifest(weights: Path, folder: Path, name: str = "m.json") -> Path:
     from mismatch_audit.weights.digest import build_manifest
     from mismatch_audit.weights.sides import open_side

@@ -84,6 +84,7 @@ def test_key_bless_facts_gate(world: World):
         ({"blessing": world.at("contract.yaml")}, "not_a_blessing", 2),
         ({"blessing": world.at("none")}, "blessing_unreadable", 2),
         ({"weights": world.at("none")}, "weights_unreadable", 2),
+        ({"engine_facts": "http://127.0.0.1:9"}, "facts_unreadable", 2),
     ):
         said = world.gate(**changes)
         document = json.loads(said.text)

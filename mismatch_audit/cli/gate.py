@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,12 +86,12 @@ def _show(decision: Decision) -> None:
         typer.echo(f"  signed by {str(decision.signed_by)[:16]}, until {decision.expires}")
 
 
-def _engine(text: str) -> Path | EngineFacts:
-    """A path, or the facts of a live engine as they are now."""
+def _engine(text: str) -> Path | Callable[[], EngineFacts]:
+    """A path, or what asks a live engine for its facts as they are now."""
     from mismatch_audit.gate.facts import facts_of
     from mismatch_audit.weights.live.base import is_engine_spec
 
-    return facts_of(text) if is_engine_spec(text) else Path(text)
+    return (lambda: facts_of(text)) if is_engine_spec(text) else Path(text)
 
 
 def _local(weights: Path) -> Path:

@@ -5,7 +5,7 @@ Every reason to deny is told. Nothing missing is ever read as a yes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -46,10 +46,11 @@ class Reason:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked. engine: a facts file, or facts at hand. All others are paths."""
+    """What is asked. engine: a facts file, facts at hand, or what asks a live engine for them. All
+    others are paths."""
 
     weights: Path
-    engine: Path | EngineFacts
+    engine: Path | EngineFacts | Callable[[], EngineFacts]
     contract: Path
     blessing: Path
     trusted: Path
@@ -172,8 +173,10 @@ def open_blessing(raw: bytes, trusted: Mapping[str, Ed25519PublicKey]) -> tuple[
     return envelope.keyid, decode(envelope.payload)
 
 
-def _facts(engine: Path | EngineFacts) -> EngineFacts:
-    return engine if isinstance(engine, EngineFacts) else read_facts(engine)
+def _facts(engine: Path | EngineFacts | Callable[[], EngineFacts]) -> EngineFacts:
+    if isinstance(engine, EngineFacts):
+        return engine
+    return read_facts(engine) if isinstance(engine, Path) else engine()
 
 
 def _contract(path: Path) -> Any:
