@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernel_contracts.contract import Contract
 from kernel_contracts.errors import InputError
@@ -17,7 +19,7 @@ from mismatch_audit.reports.record import load_record
 from mismatch_audit.rollouts.batch import TokenBatch
 from mismatch_audit.rollouts.schema import HEADER_KEY, sequence_schema
 from mismatch_audit.trainers.monitor import Monitor
-from mismatch_audit.trainers.sequential import ChangeAlarm, PromiseTest
+from mismatch_audit.trainers.sequential import ChangeAlarm, PromiseTest, _share
 from mismatch_audit.trainers.step import from_padded, from_sequences
 
 CONTRACT = """
@@ -108,6 +110,27 @@ def test_the_alarm_is_an_e_process_at_any_time() -> None:
             top = max(top, test.log_e)
         alarms += top >= np.log(20)
     assert alarms <= 17
+
+
+def test_the_alarm_has_expectation_at_most_one_under_the_null() -> None:
+    """Exactly, over all 1024 ways that ten prompts of mean 0.3 can be 0 or 1, through four starts:
+    the mean of the wealth is at most 1, and not far below (a test that never bets is one too)."""
+    mean = 0.0
+    for word in range(2**10):
+        bits = [word >> k & 1 for k in range(10)]
+        alarm = ChangeAlarm(0.3, 1.0, alpha=0.05, window=3)
+        for bit in bits:
+            alarm.update(float(bit))
+        mean += 0.3 ** sum(bits) * 0.7 ** (10 - sum(bits)) * np.exp(alarm.log_e)
+    assert 0.97 < mean <= 1 + 1e-9
+
+
+def test_the_shares_of_all_starts_never_sum_to_more_than_one() -> None:
+    """The first million, and by the integral of 1 / (x ln^2 x) all that follow."""
+    k = np.arange(2, 10**6)
+    rest = 1 / (2.11 * np.log(10**6 - 1))
+    assert (1 / (2.11 * k * np.log(k) ** 2)).sum() + rest < 1
+    assert _share(5) == pytest.approx(1 / (2.11 * 6 * np.log(6) ** 2))
 
 
 def test_a_pass_is_lost_when_the_recent_prompts_do_not_show_it() -> None:
@@ -305,3 +328,37 @@ def test_padding_sides_and_masks_give_the_same_rows() -> None:
         from_sequences([[1, 2, 3]], [1], tokens={"sampler_logprob": [[-1.0, -2.0, -3.0]]})
     with pytest.raises(InputError, match="sampler is no column"):
         from_sequences([[1, 2]], [1], tokens={"sampler": [[-1.0]]})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_padding_gives_the_rows_of_the_ragged_sequences(data: st.DataObject) -> None:
+    """Prompts and responses of any length, padded on any side by any amount, are the same rows."""
+    n = data.draw(st.integers(1, 4))
+    prompts = [data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)) for _ in range(n)]
+    answers = [data.draw(st.lists(st.integers(1, 9), min_size=0, max_size=4)) for _ in range(n)]
+    left, right = data.draw(st.booleans()), data.draw(st.booleans())
+    extra = data.draw(st.integers(0, 2))
+
+    def pad(rows: list[list[int]], on_left: bool) -> tuple[Any, Any]:
+        width = max(map(len, rows)) + extra
+        ids, mask = np.zeros((n, width), int), np.zeros((n, width), int)
+        for i, row in enumerate(rows):
+            where = slice(width - len(row), width) if on_left else slice(0, len(row))
+            ids[i, where], mask[i, where] = row, 1
+        return ids, mask
+
+    (p, p_mask), (r, r_mask) = pad(prompts, left), pad(answers, right)
+    padded = from_padded(p, p_mask, r, r_mask, tokens={"sampler_logprob": -r.astype(float)})
+    ragged = from_sequences(
+        [a + b for a, b in zip(prompts, answers, strict=True)],
+        [len(a) for a in prompts],
+        tokens={"sampler_logprob": [[-float(t) for t in b] for b in answers]},
+    )
+    for batch in (padded, ragged):
+        assert batch.tokens("token_ids").tolist() == [
+            t for a, b in zip(prompts, answers, strict=True) for t in a + b
+        ]
+        assert batch.tokens("sampler_logprob")[batch.sampled].tolist() == [
+            -float(t) for b in answers for t in b
+        ]

@@ -373,11 +373,29 @@ def test_a_stop_ends_a_real_run(runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.engine
-def test_recorded_steps_can_be_read_again(runs: dict[str, Any]) -> None:
-    """The folder that the live audit wrote holds what it saw: six steps, both sides."""
-    import pyarrow.parquet as pq
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("none", None), ("no_sync", "SYNC_NOT_APPLIED"), ("prefix_cache", "STALE_PREFIX_CACHE")],
+)
+def test_recorded_steps_tell_the_same_story_later(
+    runs: dict[str, Any], fault: str, cause: str | None
+) -> None:
+    """The folder that the live audit wrote holds what it saw: six steps, both sides, versions,
+    cache hits. Read from disk, the checks name the same cause from rollouts alone."""
+    from mismatch_audit.rollouts.checks import all_checks, explain
+    from mismatch_audit.rollouts.formats.registry import drain, open_sources
 
-    tables = [pq.read_table(f) for f in sorted((runs["out"] / "none" / "rollouts").iterdir())]
-    assert [t.num_rows for t in tables] == [32] * 6
-    assert tables[0].column("num_cached_tokens").null_count == 0
-    assert tables[3].column("weights_version_min").to_pylist() == [3] * 32
+    sources, problems = open_sources([runs["out"] / fault / "rollouts"])
+    assert problems == []
+    checks, rows, steps = all_checks(), 0, set()
+    for source in sources:
+        for batch in drain(source, problems.append):
+            rows += batch.n_sequences
+            steps |= set(batch.scalar("step").tolist())
+            assert batch.has("num_cached_tokens")
+            for check in checks:
+                check.update(batch)
+    assert (rows, steps) == (192, set(range(6)))
+    found = explain([r for c in checks for r in c.finish(sources[0].header)])
+    named = [r.code for r in found if r.status == "found"]
+    assert (named[0] if named else None) == cause
