@@ -1,18 +1,25 @@
 """Train, export, audit, bless, push to a running vLLM, gate, serve; and what must be refused.
 
-Two starts of vLLM on a tiny Llama: one for the audit, one that is served from throughout.
+Two starts of vLLM on a tiny Llama: one for the audit, and a server that outlives every push to it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -29,13 +36,17 @@ from mismatch_audit.gate.keys import load_private, new_key
 from mismatch_audit.gate.live_checks import EngineProber
 from mismatch_audit.gate.push import PushPlan, run_push
 from mismatch_audit.gate.targets import EngineTarget
+from mismatch_audit.programs.vllm_engine import launch_env
 from mismatch_audit.settings import parse_settings
 from mismatch_audit.weights.export import ExportOptions, export_checkpoint
 from mismatch_audit.weights.live.base import LiveEngine, open_engine
+from mismatch_audit.weights.live.process import EXTENSION
 
 pytestmark = pytest.mark.engine
 
-ARGS = {"block_size": 32, "max_model_len": 256, "max_num_batched_tokens": 512}
+ARGS = {
+    "block_size": 32, "max_model_len": 256, "max_num_batched_tokens": 512, "max_num_seqs": 16,
+}  # fmt: skip
 STALE = "model.layers.1.mlp.down_proj.weight"
 CONTRACT = """\
 schema: kernel-contracts/v1
@@ -57,6 +68,7 @@ class World:
     folder: Path
     run: Path
     engine: LiveEngine
+    url: str
 
     @property
     def contract(self) -> Path:
@@ -145,9 +157,59 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     (folder / "contract.yaml").write_text(CONTRACT)
     new_key(folder / "keys")
     run = audited(folder)
-    spec = f"vllm:{folder / 'served-0'}"
-    with open_engine(spec, dtype="bfloat16", args=ARGS, log_path=folder / "log") as engine:
-        yield World(folder, run, engine)
+    with served(folder) as url, open_engine(url) as engine:
+        yield World(folder, run, engine, url)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """A vLLM server of ``served-0``, as docs/engines.md starts one; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    words = [w for k, v in ARGS.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(folder / "served-0"), "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "bfloat16", "--enforce-eager", "--worker-extension-cls", EXTENSION, *words,
+    ]  # fmt: skip
+    env = launch_env(
+        {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, cuda=False
+    )
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            try:
+                with urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                    break
+            except (URLError, OSError):
+                assert child.poll() is None, log.read_text()[-2000:]
+                assert time.monotonic() < deadline, log.read_text()[-2000:]
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+DIES = """\
+import os, signal
+from mismatch_audit.cli.app import main
+from mismatch_audit.gate.journal import Journal
+
+write = Journal.append
+
+def append(self, push, event, **data):
+    if event == "handed_over":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(self, push, event, **data)
+
+Journal.append = append
+main()
+"""
 
 
 class Stale(EngineTarget):
@@ -191,11 +253,26 @@ def test_train_export_audit_push_gate_serve(world: World) -> None:
 
     refused(world.plan(target=Stale(opened)), "read_back", "rolled_back")
 
-    result = run_push(world.plan(), store)
-    assert result.status == "committed", result.reasons
-    assert {c.check: c.ok for c in result.checks} == {
+    command = [
+        "push", "--source", str(world.folder / "served-1"), "--version", "1",
+        "--contract", str(world.contract), "--key", str(world.folder / "keys" / "audit.key"),
+        "--run", str(world.run), "--target", world.url, "--store", str(store), "--json",
+    ]  # fmt: skip
+    died = subprocess.run([sys.executable, "-c", DIES, *command], check=False, timeout=120)
+    assert died.returncode == -signal.SIGKILL
+    assert world.engine.weight_version() == "1"  # handed over, and nobody checked it
+    assert json.loads((store / "serving.json").read_text())["version"] == 0
+    again = subprocess.run(
+        [sys.executable, "-m", "mismatch_audit.cli.app", *command],
+        check=False, timeout=120, capture_output=True, text=True,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stdout + again.stderr
+    result = json.loads(again.stdout)
+    assert result["status"] == "committed"
+    assert {c["check"]: c["ok"] for c in result["checks"]} == {
         "version": True, "agreement": True, "movement": True, "read_back": True,
     }  # fmt: skip
+    assert json.loads((store / "serving.json").read_text())["version"] == 1
     after = world.answers()
     assert after != before
     assert world.engine.weight_version() == "1"

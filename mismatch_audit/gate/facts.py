@@ -30,6 +30,7 @@ DESCRIPTIVE = frozenset(
         "route",  # how the auditor read the rows, no property of the engine
         "head_check",
         "spec",
+        "server",  # the server's own words for facts that its workers tell
         "url",
         "checkpoint",
         "empty_parameters",

@@ -12,14 +12,19 @@ from mismatch_audit.gate.strict import read_limited
 POLICY_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "merges.txt",
     "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
+    "vocab.txt",
 )
 """Files beside weights that change the policy: architecture, tokens, the engine's own sampling
 defaults. A name that is absent counts as absent, so that adding one is a change."""
