@@ -97,10 +97,10 @@ class WeightExtension(CaptureExtension, FaultInjection):
         config, runner = self.vllm_config, self.model_runner
         model = config.model_config
         numel = {n: p.numel() for n, p in self._audit_model().named_parameters()}
-        return {
+        facts = {
             "program": "vllm",
             "version": vllm.__version__,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             **self.audit_facts(),
             **config_facts(config),
             "max_model_len": int(model.max_model_len),
@@ -110,8 +110,9 @@ class WeightExtension(CaptureExtension, FaultInjection):
             "checkpoint": str(model.model),
             "empty_parameters": sorted(n for n, count in numel.items() if not count),
             "device": str(runner.device),
-            "config": _plain(model.hf_config.to_dict()),
+            "config": model.hf_config.to_dict(),
         }
+        return {key: _plain(value) for key, value in facts.items()}
 
     def audit_weights_layers(self) -> list[dict[str, Any]]:
         """Linear layers: name, parts (unfused names), sizes of this rank, scheme."""
@@ -299,4 +300,5 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+    # str(): torch's version is a subclass of str, which vLLM's serialiser refuses (and then hangs).
+    return value if isinstance(value, int | float | bool) or value is None else str(value)
