@@ -508,11 +508,10 @@ def test_headers_of_one_connection_stay_there(tmp_path: Path) -> None:
             assert "cookie" not in r.fakes["engine"].seen[1][1]
         odd = b'{ "prompt" : "\\u00e9\\ud83d", "metadata":{"domain":"code"} , "x":1e2,"x":[ ]}'
         app = Starlette(routes=[Route("/v1/completions", echo, methods=["POST"])])
-        async with serving(app) as (url, _):
-            async with rig(tmp_path, Fake("engine")) as r:
-                r.proxy.pool.targets["engine"][0].url = url
-                got = await r.client.post("/v1/completions", content=odd)
-                assert got.json()["body"].encode("latin-1") == odd
+        async with serving(app) as (url, _), rig(tmp_path, Fake("engine")) as r:
+            r.proxy.pool.targets["engine"][0].url = url
+            got = await r.client.post("/v1/completions", content=odd)
+            assert got.json()["body"].encode("latin-1") == odd
 
     run(body)
 
@@ -703,6 +702,41 @@ def test_fifty_mirrored_streams_give_fifty_rows(tmp_path: Path) -> None:
     assert {len(row.response_token_ids) for row in rows} == {len(WORDS)}
     assert len({row.request_id for row in rows}) == 50
     assert not (tmp_path / "none").exists() or not list(read_traffic(tmp_path / "none"))
+
+
+def test_the_shadow_shows_the_engine_what_it_may_not_answer(tmp_path: Path) -> None:
+    """The client gets the reference's answer, the log the engine's, as stage shadow; a dead or a
+    busy engine costs the client nothing and gives no row."""
+    log = tmp_path / "traffic.jsonl"
+    options = {"mirror": log, "mirror_settings": replace(ALL, share=0.0), "shadow_share": 1.0}
+    law = {"domain": "law"}
+
+    async def body() -> None:
+        engine = Fake("engine")
+        async with rig(tmp_path, engine, **options) as r:
+            for stream in (True, False):
+                got = await r.ask(stream=stream, metadata=law, stream_options={})
+                assert served(got) == "reference"
+                assert not stream or got.content == stream_text()
+            await r.ask()
+            await r.until(lambda: r.count("mirrored_total", result="written") == 2)
+            assert [b["stream"] for _, _, b in engine.seen if "stream" in b][:1] == [False]
+            engine.fault = "silent"
+            limits_hit = [await r.ask(metadata=law) for _ in range(10)]
+            assert {served(a) for a in limits_hit} == {"reference"}
+            assert r.count("mirrored_total", result="shadow_left_out") == 2
+        async with rig(tmp_path, Fake("engine", "500"), **options) as r:
+            assert served(await r.ask(metadata=law)) == "reference"
+            await r.until(lambda: r.count("mirrored_total", result="incomplete") == 1)
+
+    run(body)
+    rows = list(read_traffic(log))
+    assert [(r.stage, r.engine_build, r.metadata) for r in rows] == [("shadow", "engine", law)] * 2
+    path = tmp_path / "routes.json"
+    with pytest.raises(InputError, match="shadow"):
+        build_proxy(
+            Options(path, {"engine": ["http://h:1"]}, ["http://h:2"], shadow_share=0.5)
+        )  # fmt: skip
 
 
 # The command's options --------------------------------------------------------------------------

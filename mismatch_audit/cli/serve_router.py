@@ -29,6 +29,15 @@ def serve_router(
         Path | None, typer.Option(help="Traffic log for a sample of the engines' answers.")
     ] = None,
     mirror_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share to log.")] = 0.01,
+    shadow_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of the requests kept from an engine that it is "
+            "asked too, for the log alone.",
+        ),
+    ] = 0.0,
     stage: Annotated[str, typer.Option(help="shadow, canary or full: written to the log.")] = (
         "canary"
     ),
@@ -87,6 +96,7 @@ def serve_router(
             share=mirror_share, stage=stage, temperature=default_temperature,  # type: ignore[arg-type]
             top_p=default_top_p, top_k=default_top_k, weights_version=weights_version,
         ),
+        shadow_share=shadow_share,
     )  # fmt: skip
     serve(options, host, port)
 

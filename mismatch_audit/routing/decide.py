@@ -13,10 +13,11 @@ from mismatch_audit.routing.table import REFERENCE, RoutingTable, Rule
 @dataclass(frozen=True)
 class Decision:
     """target: who answers.  rule: the slice that sent the request away from the engine that would
-    have been first; "" when none did."""
+    have been first; "" when none did.  kept_from: that engine."""
 
     target: str
     rule: str = ""
+    kept_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,16 @@ class Decisions:
     def decide(self, facts: Facts) -> Decision:
         """The first engine that may answer. A rule may name another engine: it answers if its own
         rules permit, and the next in the order is not tried then."""
-        first = ""
+        first, away = "", ""
         for decider in self.deciders:
             rule = decider.denied(facts)
             if rule is None:
-                return Decision(decider.name, first)
-            first = first or rule.slice
+                return Decision(decider.name, first, away)
+            if not away:
+                first, away = rule.slice, decider.name
             if rule.to != REFERENCE:
                 other = self.by_name.get(rule.to)
                 if other is not None and other.permits(facts):
-                    return Decision(other.name, first)
-                return Decision(REFERENCE, first)
-        return Decision(REFERENCE, first)
+                    return Decision(other.name, first, away)
+                break
+        return Decision(REFERENCE, first, away)

@@ -77,6 +77,8 @@ def _others(proxy: Proxy) -> Starlette:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if proxy.shadow is not None:
+                await proxy.shadow.close()
             await proxy.session.close()
             if proxy.mirror is not None:
                 await asyncio.to_thread(proxy.mirror.close)

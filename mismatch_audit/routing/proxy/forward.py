@@ -28,6 +28,7 @@ from mismatch_audit.routing.proxy.refusal import (
     send_whole,
 )
 from mismatch_audit.routing.proxy.settings import Limits
+from mismatch_audit.routing.proxy.shadow import Shadow
 from mismatch_audit.routing.proxy.sse import ERROR, EventStream, TooLong, broken, events, payload
 from mismatch_audit.routing.proxy.stall import Stall
 from mismatch_audit.routing.proxy.upstream import (
@@ -64,6 +65,7 @@ class Proxy:
     admission: Admission
     source: Source = "both"
     mirror: Mirror | None = None
+    shadow: Shadow | None = None
     session: aiohttp.ClientSession | None = None
 
 
@@ -93,7 +95,10 @@ class Endpoint:
         asked = parse(scope["path"], self.kind, body, metadata, proxy.source)
         decision = proxy.live.decisions.decide(asked.facts)
         proxy.metrics.routed.labels(decision.target, decision.rule).inc()
-        exchange = Exchange(proxy, asked, request_headers(headers), send, start)
+        passed = request_headers(headers)
+        exchange = Exchange(proxy, asked, passed, send, start)
+        if proxy.shadow is not None and proxy.session is not None and decision.kept_from:
+            proxy.shadow.maybe(proxy.session, decision.kept_from, asked, passed)
         await until_gone(exchange.run(decision.target), receive)
 
 

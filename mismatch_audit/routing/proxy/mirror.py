@@ -147,9 +147,12 @@ class Capture:
         self.cached: int | None = None
         self.whole = False
 
-    def body(self) -> bytes:
-        """The request with token ids and log-probs asked for."""
+    def body(self, *, stream: bool | None = None) -> bytes:
+        """The request with token ids and log-probs asked for. stream: None leaves it as it is."""
         changed = {**self.asked.document, "return_token_ids": True}
+        if stream is not None:
+            changed["stream"] = stream
+            changed.pop("stream_options", None)
         if not self.logprobs_asked:
             changed["logprobs"] = True if self.asked.kind == "chat" else 0
         return json.dumps(changed, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -17,6 +17,7 @@ from mismatch_audit.routing.proxy.live import LiveTable
 from mismatch_audit.routing.proxy.metrics import Metrics
 from mismatch_audit.routing.proxy.mirror import Mirror, MirrorSettings
 from mismatch_audit.routing.proxy.settings import Limits
+from mismatch_audit.routing.proxy.shadow import Shadow
 from mismatch_audit.routing.table import REFERENCE
 
 
@@ -31,6 +32,8 @@ class Options:
     source: Source = "both"
     mirror: Path | None = None
     mirror_settings: MirrorSettings = field(default_factory=MirrorSettings)
+    shadow_share: float = 0.0
+    shadow_most: int = 8
 
 
 def read_engines(given: Iterable[str]) -> dict[str, list[str]]:
@@ -60,7 +63,16 @@ def build_proxy(options: Options) -> Proxy:
         from mismatch_audit.monitor.traffic import TrafficWriter
 
         mirror = Mirror(TrafficWriter(options.mirror), options.mirror_settings, metrics)
-    return Proxy(limits, pool, live, metrics, admission, options.source, mirror)
+    shadow = None
+    if options.shadow_share > 0:
+        if mirror is None:
+            raise InputError(
+                "a shadow without a log", where="--shadow-share", fix="add --mirror LOG"
+            )
+        shadow = Shadow(
+            options.shadow_share, options.shadow_most, pool, mirror, limits, metrics
+        )  # fmt: skip
+    return Proxy(limits, pool, live, metrics, admission, options.source, mirror, shadow)
 
 
 def serve(options: Options, host: str, port: int) -> None:

@@ -1,0 +1,275 @@
+"""The router before real vLLM servers: slices reach the right one, the log's rows are what the
+engine computed, the client's answers are those of its own request, and a server that is killed
+loses no request.
+
+Two servers, once for the module. Their weights differ, so that an answer tells who gave it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_models import CONFIG, master, write
+from router_fakes import LAW, table_document
+
+from mismatch_audit.monitor.traffic import read_traffic
+from mismatch_audit.programs.vllm_engine import launch_env, vllm_available
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not vllm_available()[0], reason=vllm_available()[1]),
+]
+
+TOKENS = 120
+SECONDS = 120
+"""That the two servers may take to start."""
+
+
+@dataclass
+class Site:
+    """Two servers, the router before them, and its log."""
+
+    engine: str
+    reference: str
+    router: str
+    log: Path
+    engine_process: subprocess.Popen[bytes]
+
+
+def checkpoint(folder: Path, seed: int) -> Path:
+    """A random Llama with a tokenizer of one word a token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    write(folder, master(seed))
+    words = {f"w{i}": i for i in range(CONFIG["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", unk_token="w0"
+    ).save_pretrained(folder)
+    (folder / "template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    return folder
+
+
+def launch(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
+        "--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16",
+        "--generation-config", "vllm", "--chat-template", str(folder / "template.jinja"),
+    ]  # fmt: skip
+    env = launch_env(
+        {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
+         "OMP_NUM_THREADS": "1"},
+        cuda=False,
+    )  # fmt: skip
+    return launch(command, folder / "server.log", env)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    folders = {name: checkpoint(folder / name, i) for i, name in enumerate(("engine", "reference"))}
+    ports = {name: free_port() for name in (*folders, "router")}
+    urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+    table, log = folder / "routes.json", folder / "traffic.jsonl"
+    table.write_text(json.dumps(table_document(LAW)))
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, one in folders.items():
+            processes[name] = start_server(one, ports[name])
+        for name, one in folders.items():
+            wait_for(urls[name], processes[name], one / "server.log", SECONDS)
+        processes["router"] = launch(
+            [sys.executable, "-m", "mismatch_audit.cli.app", "serve-router", "--routes", str(table),
+             "--engine", f"engine={urls['engine']}", "--reference", urls["reference"], "--port",
+             str(ports["router"]), "--mirror", str(log), "--mirror-share", "1"],
+            folder / "router.log", dict(os.environ),
+        )  # fmt: skip
+        wait_for(urls["router"], processes["router"], folder / "router.log", 30)
+        yield Site(**urls, log=log, engine_process=processes["engine"])
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+LOGPROBS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"logprobs": 2},
+    "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2},
+}
+"""How a client of its own accord asks for log-probs."""
+
+
+def prompt(i: int) -> str:
+    return " ".join(f"w{20 + (7 * i + k) % 300}" for k in range(8))
+
+
+def request(i: int, domain: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": "model", "prompt": prompt(i), "max_tokens": 12, "temperature": 0.0,
+        "ignore_eos": True, "metadata": {"domain": domain, "i": i}, **changes,
+    }  # fmt: skip
+
+
+def plain(document: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what differs from request to request."""
+    return {k: v for k, v in document.items() if k not in ("id", "created")}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [x.removeprefix("data: ") for x in text.split("\n\n") if x.startswith("data: {")]
+    return [plain(json.loads(line)) for line in lines]
+
+
+def test_slices_reach_their_server_and_answers_are_unchanged(site: Site) -> None:
+    """Greedy answers through the router equal those of the server that may answer, although every
+    one of the engine's is mirrored: streamed and not, of both kinds, with and without log-probs of
+    the client's own. The two servers answer differently, so this tells who was asked."""
+    chat = {"messages": [{"role": "user", "content": prompt(3)}]}
+    wholes: set[str] = set()
+    for domain, url in (("code", site.engine), ("law", site.reference)):
+        for path, extra in LOGPROBS.items():
+            for more in ({}, extra, {"return_token_ids": True}):
+                for stream in (False, True):
+                    body = request(3, domain, stream=stream, **more)
+                    if "chat" in path:
+                        body = {k: v for k, v in body.items() if k != "prompt"} | chat
+                    direct = httpx.post(url + path, json=body, timeout=60)
+                    routed = httpx.post(site.router + path, json=body, timeout=60)
+                    assert routed.status_code == direct.status_code == 200, routed.text
+                    name = "engine" if domain == "code" else "reference"
+                    assert routed.headers["x-audit-backend"] == name
+                    if stream:
+                        assert events(routed.text) == events(direct.text)
+                        assert routed.text.endswith("data: [DONE]\n\n")
+                    else:
+                        assert plain(routed.json()) == plain(direct.json())
+                        if "chat" not in path and not more:
+                            wholes.add(direct.json()["choices"][0]["text"])
+    assert len(wholes) == 2
+    wrong = httpx.post(f"{site.router}/v1/completions", json={"metadata": {"domain": "code"}})
+    assert wrong.status_code == 400
+
+
+def test_rows_of_the_log_are_what_the_engine_computed(site: Site) -> None:
+    """Token ids and raw log-probs of the log equal those that the engine gives for the same
+    request, for 30 sampled requests at once; every one is there, whole."""
+
+    def ask(i: int) -> dict[str, Any]:
+        body = request(i, "code", temperature=1.0, seed=i, stream=i % 2 == 0, metadata={
+            "domain": "code", "round": "rows", "i": i})  # fmt: skip
+        httpx.post(f"{site.router}/v1/completions", json=body, timeout=60).raise_for_status()
+        direct = {**body, "stream": False, "return_token_ids": True, "logprobs": 0}
+        answer = httpx.post(f"{site.engine}/v1/completions", json=direct, timeout=60)
+        found: dict[str, Any] = answer.json()["choices"][0]
+        return found
+
+    with ThreadPoolExecutor(10) as pool:
+        wanted = list(pool.map(ask, range(30)))
+    deadline = time.monotonic() + 10
+    while True:
+        rows = [r for r in read_traffic(site.log) if r.metadata.get("round") == "rows"]
+        if len(rows) == 30 or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    assert sorted(int(r.metadata["i"]) for r in rows) == list(range(30))
+    for row in rows:
+        one = wanted[int(row.metadata["i"])]
+        assert row.prompt_token_ids == tuple(one["prompt_token_ids"])
+        assert row.response_token_ids == tuple(one["token_ids"])
+        # The batch differs between the two requests; the log-probs by rounding.
+        assert row.engine_logprobs == pytest.approx(one["logprobs"]["token_logprobs"], abs=1e-3)
+        assert (row.temperature, row.finish_reason) == (1.0, "length")
+
+
+def test_a_killed_engine_loses_no_request(site: Site) -> None:
+    """SIGKILL while ten long requests run, five of them streams in the middle of their answer: the
+    streams that had begun end with an error event, all others are answered whole by the reference,
+    and so are those that come later. (Runs last: the engine stays dead.)"""
+    begun: list[int] = []
+
+    def stream(i: int) -> tuple[str, str]:
+        body = request(i, "code", max_tokens=TOKENS, stream=True)
+        text = ""
+        with httpx.stream("POST", f"{site.router}/v1/completions", json=body, timeout=90) as got:
+            assert got.status_code == 200
+            for piece in got.iter_text():
+                text += piece
+                if i not in begun:
+                    begun.append(i)
+            return got.headers["x-audit-backend"], text
+
+    def whole(i: int) -> tuple[str, str]:
+        body = request(i, "code", max_tokens=TOKENS)
+        got = httpx.post(f"{site.router}/v1/completions", json=body, timeout=90)
+        assert got.status_code == 200, got.text
+        return got.headers["x-audit-backend"], got.json()["choices"][0]["finish_reason"]
+
+    with ThreadPoolExecutor(10) as pool:
+        streams = [pool.submit(stream, i) for i in range(5)]
+        wholes = [pool.submit(whole, 100 + i) for i in range(5)]
+        deadline = time.monotonic() + 60
+        while len(begun) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(site.engine_process.pid, signal.SIGKILL)
+        late = [pool.submit(stream, 200 + i) for i in range(5)]
+        ended = [one.result() for one in streams]
+        answered = [one.result() for one in wholes]
+        later = [one.result() for one in late]
+    assert answered == [("reference", "length")] * 5
+    for name, text in ended:
+        assert name == "engine"
+        assert "upstream_error" in events(text)[-1]["error"]["type"]
+        assert "[DONE]" not in text
+        assert len(events(text)) > 1
+    for name, text in later:
+        assert name == "reference"
+        assert text.endswith("data: [DONE]\n\n")
+        assert events(text)[-1]["choices"][0]["finish_reason"] == "length"
+    metrics = httpx.get(f"{site.router}/metrics").text
+    assert 'audit_router_broken_streams_total{backend="engine"} 5.0' in metrics
+    assert 'audit_router_backend_up{backend="engine"} 0.0' in metrics
+    assert httpx.get(f"{site.router}/health").json()["backends"]["engine"] == "open"
