@@ -47,6 +47,7 @@ WRONG = [
     ({"temperature": -1}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"metadata": {"a": {"b": 1}}}, "metadata"),
+    ({"metadata": {"a": "b" * 257}}, "metadata"),
     ({"schema_version": "mismatch-audit/traffic/v2"}, "schema_version"),
     ({"extra": 1}, "extra"),
     ({"request_id": ""}, "request_id"),

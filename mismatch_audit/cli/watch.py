@@ -17,6 +17,7 @@ import typer
 if TYPE_CHECKING:
     from kernel_contracts.contract import Contract
     from mismatch_audit.monitor.alarms import Action
+    from mismatch_audit.monitor.ingest import Scorer
     from mismatch_audit.monitor.observe import BoundedClause
     from mismatch_audit.monitor.watch import View, Watch
     from mismatch_audit.monitor.watch_source import Source
@@ -47,7 +48,7 @@ def watch(
     reference_dtype: Annotated[str, typer.Option(help="The reference's dtype.")] = "float32",
     weights_version: Annotated[
         str | None,
-        typer.Option(help="For a traffic log: version that the reference is of; default any."),
+        typer.Option(help="For a traffic log: version that the reference is of, or `any`."),
     ] = None,
     format: Annotated[str, typer.Option(help="Of dumps; auto detects it.")] = "auto",
     subject: Annotated[str | None, typer.Option(help="Of a store: build or key.")] = None,
@@ -134,17 +135,31 @@ def _source(
             where=target,
             fix="--reference CHECKPOINT (or give a folder of dumps, or a store's URL)",
         )
-    from mismatch_audit.monitor.rescore import Rescorer
+    if weights_version is None and "weights" in contract.pair.same:
+        raise InputError(
+            "the contract binds the weights: say which version the reference is of",
+            where=target,
+            fix="--weights-version VERSION (or `any`, to take the log on trust)",
+        )
     from mismatch_audit.monitor.watch_traffic import TrafficSource
-    from mismatch_audit.settings import ReferenceSettings
 
-    version: int | str | None = weights_version
-    if weights_version is not None and weights_version.isdecimal():
-        version = int(weights_version)
+    version: int | str | None = None if weights_version == "any" else weights_version
+    if isinstance(version, str) and version.isdecimal():
+        version = int(version)
     return TrafficSource(
-        path, contract, clauses, lambda: Rescorer(reference, ReferenceSettings(dtype=dtype)),
+        path, contract, clauses, lambda: _reference(reference, dtype, contract),
         weights_version=version, skip_bad=skip_bad,
     )  # fmt: skip
+
+
+def _reference(model: str, dtype: str, contract: Contract) -> Scorer:
+    from mismatch_audit.identity import check_facts
+    from mismatch_audit.monitor.rescore import Rescorer
+    from mismatch_audit.settings import ReferenceSettings
+
+    loaded = Rescorer(model, ReferenceSettings(dtype=dtype))
+    check_facts("reference", dict(contract.pair.reference), loaded.facts, contract.name)
+    return loaded
 
 
 def _state_path(target: str) -> Path:

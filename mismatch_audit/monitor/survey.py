@@ -16,6 +16,7 @@ from mismatch_audit.monitor.traffic import (
     read_traffic,
     rotated_files,
 )
+from mismatch_audit.reports.escape import visible
 
 ANY = "any"
 
@@ -88,7 +89,8 @@ def choose(
     build = build or _only("engine builds", list(found.builds), "--build")
     if not found.versions:
         raise InputError(
-            f"no request of build {build}", fix=f"builds there: {', '.join(sorted(found.builds))}"
+            f"no request of build {build}",
+            fix=f"builds there: {visible(', '.join(sorted(found.builds)))}",
         )
     if weights_version is not None:
         return Choice(stage, build, _version(weights_version, found))
@@ -105,7 +107,7 @@ def choose(
 
 def _only(what: str, values: list[Any], option: str) -> Any:
     if len(values) > 1:
-        shown = ", ".join(sorted(map(str, values))[:8])
+        shown = visible(", ".join(sorted(map(str, values))[:8]))
         raise InputError(f"the log holds several {what}: {shown}", fix=f"choose one with {option}")
     return values[0]
 
@@ -116,7 +118,7 @@ def _version(text: str, found: Survey) -> int | str | None:
     for version in found.versions:
         if version is not None and str(version) == text:
             return version
-    shown = ", ".join(sorted(str(v) for v in found.versions)[:8])
+    shown = visible(", ".join(sorted(str(v) for v in found.versions)[:8]))
     raise InputError(f"no request of weights version {text}", fix=f"versions there: {shown}")
 
 

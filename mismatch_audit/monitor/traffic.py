@@ -84,9 +84,10 @@ class TrafficRow(BaseModel):
     finish_reason: Annotated[str, StringConstraints(max_length=64)] | None
     n_cached_tokens: Annotated[int, Field(ge=0)] | None
     """Prompt tokens that came from a prefix cache."""
-    metadata: dict[Annotated[str, StringConstraints(max_length=128)], str | int | float] = Field(
-        default_factory=dict
-    )
+    metadata: dict[
+        Annotated[str, StringConstraints(max_length=128)],
+        Annotated[str, StringConstraints(max_length=256)] | int | float,
+    ] = Field(default_factory=dict)
     """Flat; the slices of a contract may name its keys."""
 
     @model_validator(mode="after")

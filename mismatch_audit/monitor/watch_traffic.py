@@ -12,7 +12,7 @@ from kernel_contracts.errors import InputError
 from mismatch_audit.monitor.follow import Followed, Place, follow, waiting_bytes
 from mismatch_audit.monitor.ingest import Scorer
 from mismatch_audit.monitor.observe import BoundedClause
-from mismatch_audit.monitor.traffic import TrafficRow, parse_row
+from mismatch_audit.monitor.traffic import TrafficRow, parse_row, rotated_files
 from mismatch_audit.monitor.usable import UNIT_KEY, unit_of, why_unusable
 from mismatch_audit.monitor.watch_source import Chunk, units_of
 
@@ -47,6 +47,8 @@ class TrafficSource:
     def poll(self, cursor: dict[str, Any], *, final: bool) -> Iterator[Chunk]:
         """New requests. A prompt with a ``prompt_id`` is complete when another one follows; at the
         log's end it waits, unless final."""
+        if final and not rotated_files(self.log):
+            raise InputError("no such log", where=str(self.log))
         place = Place(**cursor["place"]) if "place" in cursor else None
         rows: list[TrafficRow] = []
         group: list[TrafficRow] = []

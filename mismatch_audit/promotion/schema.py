@@ -89,7 +89,7 @@ tests = sa.Table(
     sa.Column("subject_id", _Id, sa.ForeignKey(subjects.c.id), primary_key=True),
     sa.Column("visit", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("clause", sa.String(80), primary_key=True),
-    sa.Column("slice", sa.String(400), primary_key=True),
+    sa.Column("slice", sa.String(2000), primary_key=True),
     sa.Column("place", sa.Integer, nullable=False),
     sa.Column("n", sa.Integer, nullable=False),
     sa.Column("state", sa.Text, nullable=False),

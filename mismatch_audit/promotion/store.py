@@ -73,7 +73,10 @@ class PromotionStore:
             return find_subject(connection, subject_key(contract_digest(contract), build, weights))
 
     def start(self, contract: Contract, build: str, weights: str, *, actor: str) -> Subject:
-        """The subject, made at the stage offline if it is new."""
+        """The subject, made at the stage offline if it is new. Raises InputError for a build that
+        cannot be printed as it is."""
+        if not build.isprintable() or not 0 < len(build) <= 512:
+            raise InputError("a build's name is a printable text", where="--build")
         weights = "any" if rules_of(contract).weights == "any" else weights
         key = subject_key(contract_digest(contract), build, weights)
         with self.database.writing() as connection:
