@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gate_fixtures as fixtures
 import pytest
+from conftest import SAMPLES, CommandResult
 from typer.testing import CliRunner
 
 from kernel_contracts.errors import AuditError
@@ -95,6 +96,29 @@ def test_key_bless_facts_gate(world: World):
     incomplete = call("gate", "--weights", world.at("new"))
     assert incomplete.code == 2
     assert "--trusted" in incomplete.text
+
+
+@pytest.mark.engine
+@pytest.mark.model
+def test_first_page_of_the_documentation(quickstart: CommandResult, tmp_path: Path):
+    """The commands at the top of docs/gate.md, on the real quickstart run of the sample model."""
+    assert quickstart.code == 0
+    blessing, facts = tmp_path / "blessing.dsse.json", tmp_path / "engine.json"
+    assert call("key", "new", "--out", tmp_path / "keys").code == 0
+    key = tmp_path / "keys" / "audit.key"
+    blessed = call("bless", quickstart.folder, "--key", key, "--expires", "7d", "--out", blessing)
+    assert blessed.code == 0, blessed.text
+    assert call("gate", "facts", quickstart.folder, "--out", facts).code == 0
+    asked = ["gate", "--weights", "sample", "--trusted", key.with_suffix(".pub"), "--contract",
+             SAMPLES / "contracts" / "bf16-serving.yaml", "--blessing", blessing]  # fmt: skip
+    allowed = call(*asked, "--engine-facts", facts)
+    assert allowed.code == 0, allowed.text
+    document = json.loads(facts.read_text())
+    document["facts"]["kv_cache_dtype"] = ["fp8_e4m3"]
+    facts.write_text(json.dumps(document))
+    denied = call(*asked, "--engine-facts", facts)
+    assert denied.code == 1
+    assert "engine_fact_differs: kv_cache_dtype" in denied.text
 
 
 def test_passphrase_comes_from_the_environment(world: World, monkeypatch: pytest.MonkeyPatch):

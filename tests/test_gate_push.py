@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gate_fixtures as fixtures
@@ -21,7 +23,7 @@ from mismatch_audit.gate.journal import Journal, locked
 from mismatch_audit.gate.keys import new_key
 from mismatch_audit.gate.push import recover, run_push
 from mismatch_audit.gate.sync import RollbackError
-from mismatch_audit.gate.targets import Command, TargetError, Weights
+from mismatch_audit.gate.targets import Command, EngineTarget, TargetError, Weights
 from mismatch_audit.gate.weights import identify
 
 MAX_STEPS = 120
@@ -137,7 +139,7 @@ def test_refused_before_anything_is_handed_over(world: Callable[..., Job]):
         result = run_push(replace(plan, audit=lambda run=run: run), job.store)
         assert (result.status, result.exit_code) == ("aborted", code)
     other = FolderEngine(job.home, kv_cache_dtype=["fp8_e4m3"])
-    prober = replace(plan.prober, open_engine=lambda: _opened(other))
+    prober = replace(plan.prober, open_engine=lambda: nullcontext(other))
     result = run_push(replace(plan, prober=prober), job.store)
     assert "engine_fact_differs: kv_cache_dtype" in result.reasons[0]
     text = fixtures.CONTRACT.replace("gate-test", "another")
@@ -149,12 +151,6 @@ def test_refused_before_anything_is_handed_over(world: Callable[..., Job]):
     assert "not the weights that this run audited" in result.reasons[0]
     assert served(job) == pointed(job) == "old"
     assert "handing_over" not in events(job)
-
-
-def _opened(engine: FolderEngine) -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext(engine)
 
 
 def check_every_step(
@@ -325,3 +321,26 @@ def test_command_targets(tmp_path: Path):
             Command(words).run(weights)
     with pytest.raises(TargetError, match="no end"):
         Command(("sleep", "5"), timeout=0.05).run(weights)
+
+
+def test_engine_that_admits_a_bad_push_is_believed(tmp_path: Path):
+    """A receipt of parameters that were not loaded, or of a cache that was kept, is a failed
+    hand-over; so is an engine's own error."""
+    weights = Weights(tmp_path, 3, "")
+
+    def target(answer: Any) -> EngineTarget:
+        def push(checkpoint: Path, version: int) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return SimpleNamespace(**answer)
+
+        return EngineTarget(lambda: nullcontext(SimpleNamespace(push=push)))
+
+    target({"tensors": 9, "flushed": True, "not_loaded": ()}).hand_over(weights)
+    for answer, said in (
+        ({"tensors": 9, "flushed": False}, "prefix cache"),
+        ({"tensors": 9, "not_loaded": ("a.weight",)}, "not loaded"),
+        (InputError("no such folder"), "no such folder"),
+    ):
+        with pytest.raises(TargetError, match=said):
+            target(answer).hand_over(weights)
