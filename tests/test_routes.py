@@ -21,6 +21,7 @@ import report_fixtures as fixtures
 from conftest import audit
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from kernel_contracts.contract import Contract
 from kernel_contracts.errors import InputError, NotComparableError
@@ -41,6 +42,7 @@ from kernel_contracts.expressions import (
 )
 from kernel_contracts.predicates import parse
 from kernel_contracts.slices import resolve
+from mismatch_audit.cli.app import app as cli
 from mismatch_audit.reports.record import Record, save_record
 from mismatch_audit.routing.approximate import outer, simplify
 from mismatch_audit.routing.audited import Audited, load_audited
@@ -480,7 +482,7 @@ def test_several_engines_in_order() -> None:
     alone = build_table(audits[:1], Policy(), None, "2026-01-01T00:00:00+00:00")
     assert Decisions.of_table(alone).decide(
         Facts({"domain": "code"}, spans((1, 1), 1))
-    ) == Decision("reference", "domain=code")
+    ) == Decision("reference", "domain=code", "fast")
     other = fixtures.identities()
     other["reference"]["weights"] = "f" * 64
     with pytest.raises(NotComparableError, match="another reference"):
@@ -618,27 +620,33 @@ def test_the_command(tmp_path: Path) -> None:
     run.mkdir()
     save_record(report(rows(S2_code="FAIL")), run / "report.json")
     out = tmp_path / "routes.yaml"
-    done = audit("routes", run, "--out", out)
+    done = audit("routes", run, "--out", out)  # a process, as a user starts it
     assert done.code == 0, done.err
     assert "domain=code" in done.out
     assert 'domain == "code"' in done.out
     assert answers(load_routes(out), domain="math") == "engine"
 
+    def routes(*arguments: str | Path) -> Any:
+        return CliRunner().invoke(cli, ["routes", *map(str, arguments)])
+
     softer = copy.deepcopy(CONTRACT)
     softer["escalation"] = [{"when": {"verdict": "FAIL"}, "action": "block"}]
     file = tmp_path / "contract.yaml"
     file.write_text(json.dumps(softer))
-    assert audit("routes", run, "--contract", file, "--previous", out).code == 1
+    assert routes(run, "--contract", file, "--previous", out).exit_code == 1
     softer["statistical"][0]["limit"] = 5e-3
     file.write_text(json.dumps(softer))
-    other = audit("routes", run, "--contract", file)
-    assert other.code == 2
-    assert "audit judge" in other.err
-    assert audit("routes", run, "--out", tmp_path / "routes.txt").code == 2
-    assert audit("routes").code == 2
-    assert audit("routes", run, run).code == 2
-    shown = audit("routes", "--schema")
-    jsonschema.Draft202012Validator.check_schema(json.loads(shown.out))
+    for wrong, said in (
+        ((run, "--contract", file), "audit judge"),
+        ((run, "--out", tmp_path / "routes.txt"), "routes.json"),
+        ((), "no run"),
+        ((run, run), "2 runs"),
+        ((tmp_path / "absent",), "no report"),
+    ):
+        error = routes(*wrong).exception
+        assert isinstance(error, InputError)
+        assert said in str(error), error
+    jsonschema.Draft202012Validator.check_schema(json.loads(routes("--schema").stdout))
 
 
 def test_hostile_text_in_a_report_makes_no_harm(tmp_path: Path, capsys: Any) -> None:
