@@ -38,6 +38,11 @@ def _codes(file: Path) -> Iterator[str]:
         )
         if keyword or attribute:
             yield from _text(node.value)  # type: ignore[attr-defined]
+        if isinstance(node, ast.Dict):
+            named = zip(node.keys, node.values, strict=True)
+            for key, value in named:
+                if isinstance(key, ast.Constant) and key.value == "code":
+                    yield from _text(value)
 
 
 def _text(node: ast.expr) -> Iterator[str]:
