@@ -15,6 +15,7 @@ from traffic_fixtures import served, write_log
 from kernel_contracts.errors import InputError, NotComparableError
 from kernel_contracts.loading import load_contract
 from mismatch_audit.monitor.ingest import IngestResult, IngestSettings, ingest
+from mismatch_audit.monitor.ingest_folder import IngestFolder
 from mismatch_audit.monitor.rescore import Rescorer
 from mismatch_audit.promotion.offline import OfflineEvidence
 from mismatch_audit.promotion.store import PromotionStore
@@ -232,6 +233,36 @@ def test_the_store_counts_each_request_once_and_then_lets_the_build_advance(
         subject = store.pick(None)
         assert store.advance(subject, actor="test").code == 0
         assert store.verify(subject) == []
+
+
+def test_an_ingest_killed_between_store_and_folder_is_repeated_without_harm(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second batch is in the store and not in the folder: scored again, counted once."""
+    url = started(bench, tmp_path)
+    log = write_log(tmp_path / "t.jsonl", served(bench.good, 150))
+    write, calls = IngestFolder.write, []
+
+    def killed(self: IngestFolder, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        write(self, *arguments)
+
+    monkeypatch.setattr(IngestFolder, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(log, tmp_path / "run", store=url)
+    monkeypatch.undo()
+    result = bench.run(log, tmp_path / "run", store=url)
+    assert result.record.counts.sequences == 150
+    assert result.counted is not None
+    assert (result.counted.prompts, result.counted.repeated) == (22, 64)
+    with PromotionStore(url) as store:
+        subject = store.pick(None)
+        assert store.verify(subject) == []
+        found = store.assessment(subject)[1]
+    assert found is not None
+    assert found.exposure.prompts == 150
 
 
 def test_a_violation_rolls_back_and_exits_1(bench: Bench, tmp_path: Path) -> None:
