@@ -122,8 +122,14 @@ def observe(
     return found
 
 
-def fixed_slices(contract: Contract, clause: BoundedClause) -> tuple[list[str], bool]:
-    """(slices that the clause has whatever the traffic holds, whether traffic can add more)."""
+def fixed_slices(contract: Contract, clause: BoundedClause) -> tuple[list[str], dict[str, str]]:
+    """(slices that the clause has whatever the traffic holds, definition -> how the names of the
+    slices begin that traffic can bring)."""
     fixed = {n: d for n, d in contract.slices.items() if n in clause.slices and not d.by}
     named = resolve(contract, *tables(contract, []), names=list(fixed))
-    return [s.name for s in named], len(fixed) < len(clause.slices)
+    growing = {
+        name: f"{name}:" if definition.where is not None else f"{definition.by[0]}="
+        for name, definition in contract.slices.items()
+        if name in clause.slices and definition.by
+    }
+    return [s.name for s in named], growing

@@ -152,12 +152,13 @@ class Standing:
 
 @dataclass
 class Family:
-    """One clause over its slices. fixed: slices that are there whatever the traffic holds."""
+    """One clause over its slices. fixed: slices that are there whatever the traffic holds.
+    grows: definition -> how the names of the slices begin that traffic can bring."""
 
     clause: BoundedClause
     plan: Plan
     fixed: Sequence[str]
-    grows: bool
+    grows: Mapping[str, str]
     trackers: dict[str, Tracker] = field(default_factory=dict)
 
     def update(self, values: Mapping[str, tuple[float, int]]) -> None:
@@ -191,10 +192,9 @@ class Family:
         adjusted = self.adjusted()
         for name in dict.fromkeys((*self.fixed, *self.trackers)):
             yield self._standing(name, adjusted.get(name, 1.0))
-        if self.grows and len(self.trackers) == len(set(self.fixed) & set(self.trackers)):
-            missing = [s for s in self.clause.slices if s not in self.fixed]
-            for name in missing:
-                yield self._standing(name, 1.0)
+        for definition, start in self.grows.items():
+            if not any(name.startswith(start) for name in self.trackers):
+                yield self._standing(definition, 1.0)
 
     def _standing(self, name: str, p_fail: float) -> Standing:
         tracker = self.trackers.get(name) or Tracker(self.clause, self.plan)
