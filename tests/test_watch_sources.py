@@ -101,6 +101,29 @@ def test_a_settled_file_is_finished(tmp_path: Path) -> None:
     assert watch.step() == 1
 
 
+def test_other_files_are_noted_and_damaged_dumps_stop_the_watch(tmp_path: Path) -> None:
+    """A checkpoint beside the dumps is no dump; half a dump is a mistake, or counted when asked."""
+    folder = tmp_path / "dumps"
+    dump(folder, 1)
+    (folder / "aaa.pt").write_bytes(b"weights")
+    watch = opened(DumpSource(folder, CONTRACT, CLAUSES), tmp_path / "s.db")
+    watch.step(final=True)
+    assert watch.snapshot.counters["files of no known format"] == 1
+    assert watch.snapshot.counters["judged"] == 80
+    path = dump(folder, 2)
+    text = path.read_text().splitlines()
+    path.write_text("\n".join([*text[:5], text[5][:40], *text[6:]]) + "\n")
+    with pytest.raises(InputError, match="step_2"):
+        watch.step(final=True)
+    assert watch.snapshot.counters["judged"] == 80
+    watch.state.close()
+    source = DumpSource(folder, CONTRACT, CLAUSES, skip_bad=True)
+    watch = opened(source, tmp_path / "s.db")
+    watch.step(final=True)
+    assert watch.snapshot.counters["damaged dumps"] == 1
+    assert watch.snapshot.counters["judged"] == 80
+
+
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.7}, "temperature"),
     ({"top_p": 0.9}, "truncation"),

@@ -64,7 +64,9 @@ def watch(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics on this loopback port.", min=0)
     ] = None,
-    skip_bad: Annotated[bool, typer.Option(help="Skip lines that are no requests.")] = False,
+    skip_bad: Annotated[
+        bool, typer.Option(help="Skip lines that are no requests, and damaged dumps.")
+    ] = False,
     stop_on_alarm: Annotated[bool, typer.Option(help="Exit 1 at the first alarm.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the view as JSON at the end.")] = (
         False
@@ -126,7 +128,7 @@ def _source(
     if path.is_dir():
         from mismatch_audit.monitor.watch_dumps import DumpSource
 
-        return DumpSource(path, contract, clauses, format=format)
+        return DumpSource(path, contract, clauses, format=format, skip_bad=skip_bad)
     if not path.parent.is_dir():
         raise InputError("no such folder", where=str(path.parent))
     if reference is None:
@@ -167,7 +169,7 @@ def _state_path(target: str) -> Path:
 
     if "://" in target:
         raise InputError("a store's watch needs a state file", fix="--state FILE")
-    path = Path(target)
+    path = Path(target).resolve()
     return path.with_name(f"{path.name}.watch.db")
 
 

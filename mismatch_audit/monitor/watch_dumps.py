@@ -29,7 +29,8 @@ class DumpSource:
     """Follows a folder. A file is read once it is finished, as a whole, and counted as a whole.
 
     A file that changes after it was read is told (note ``changed after reading``) and not read
-    again. format: of the dumps, or auto.
+    again. Files that are no dumps are noted and left alone. format: of the dumps, or auto.
+    skip_bad: note a damaged dump instead of raising InputError.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class DumpSource:
         *,
         format: str = "auto",
         settle: float = SETTLE_SECONDS,
+        skip_bad: bool = False,
     ) -> None:
         if not folder.is_dir():
             raise InputError("no such folder", where=str(folder))
         self.folder, self.contract, self.clauses = folder, contract, clauses
-        self.format, self.settle = format, settle
+        self.format, self.settle, self.skip_bad = format, settle, skip_bad
         self.identity = {"source": "dumps", "format": format}
         self.title = f"{folder}/"
 
@@ -62,7 +64,7 @@ class DumpSource:
                 continue
             if not (final or index + 1 < len(files) or self._settled(path)):
                 return
-            chunk = self._read(path, name)
+            chunk = self._try(path, name)
             if _stamp(path) != stamp:  # it grew while it was read: it was not finished
                 return
             done = {**done, name: f"{stamp} {_digest(path)}"}
@@ -81,6 +83,18 @@ class DumpSource:
 
     def _settled(self, path: Path) -> bool:
         return time.time() - path.stat().st_mtime >= self.settle
+
+    def _try(self, path: Path, name: str) -> Chunk:
+        from mismatch_audit.rollouts.formats.registry import detect
+
+        if self.format == "auto" and not detect(path):
+            return Chunk({}, notes=Counter({"files of no known format": 1}))
+        try:
+            return self._read(path, name)
+        except InputError:
+            if not self.skip_bad:
+                raise
+            return Chunk({}, notes=Counter({"damaged dumps": 1}))
 
     def _read(self, path: Path, name: str) -> Chunk:
         from mismatch_audit.rollouts.formats.registry import drain, open_sources
