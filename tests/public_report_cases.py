@@ -503,5 +503,6 @@ def table() -> str:
             for link in report.links
         )
         needs = ", ".join(f"`{name}`" for name in report.needs)
-        lines.append(f"| {links} | {report.symptom} | {said} | {needs} |")
+        symptom = report.symptom.replace("|", r"\|")
+        lines.append(f"| {links} | {symptom} | {said} | {needs} |")
     return "\n".join(lines)

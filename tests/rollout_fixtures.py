@@ -313,3 +313,42 @@ class Outcome:
 
     led: str
     others: list[str] = field(default_factory=list)
+
+
+CLEAN_KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": {"engine_noise": 0.03, "trainer_noise": 0.01, "dtypes": ("bfloat16", "bfloat16")},
+    "noisy trainer": {
+        "engine_noise": 2e-6,
+        "trainer_noise": 0.03,
+        "dtypes": ("bfloat16", "bfloat16"),
+    },
+    "temperature": {
+        "temperature": 0.6,
+        "engine_noise": 0.02,
+        "dtypes": ("bfloat16", "bfloat16"),
+    },
+    "asynchronous": {
+        "steps": 8,
+        "engine_version": lambda step: max(0, step - 1),
+        "engine_noise": 0.02,
+        "dtypes": ("bfloat16", "bfloat16"),
+    },
+    "one step": {"steps": 1, "engine_noise": 0.02, "dtypes": ("bfloat16", "bfloat16")},
+    "few prompts": {"steps": 3, "prompts": 3},
+    "no siblings": {
+        "siblings": 1,
+        "prompts": 40,
+        "engine_noise": 0.02,
+        "dtypes": ("bfloat16", "bfloat16"),
+    },
+    "long run": {
+        "steps": 24,
+        "prompts": 4,
+        "siblings": 2,
+        "engine_noise": 0.02,
+        "dtypes": ("bfloat16", "bfloat16"),
+    },
+    "learns fast": {"learning": 0.5, "engine_noise": 0.02, "dtypes": ("bfloat16", "bfloat16")},
+}
+"""Recipes of logs without a fault."""

@@ -8,14 +8,11 @@ from mismatch_audit.rollouts.batch import TokenBatch
 from mismatch_audit.rollouts.checks.base import CheckResult
 from mismatch_audit.rollouts.checks.strata import ALPHA, p_value
 from mismatch_audit.rollouts.checks.streaming import BOTH, Streaming
-from mismatch_audit.rollouts.checks.view import TokenView, view
+from mismatch_audit.rollouts.checks.view import SENTINEL, TokenView, view
 from mismatch_audit.rollouts.schema import Header
 
 INFORMATIVE = -0.01
 """A log-prob above this is of a near-certain token: equal on both sides without any copying."""
-
-SENTINEL = -1000.0
-"""No float32 softmax over a vocabulary gives this: it is a placeholder (SkyRL writes -9999)."""
 
 
 class CopiedColumn(Streaming):

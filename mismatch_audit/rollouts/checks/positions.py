@@ -77,7 +77,7 @@ class LastToken(SampleCheck):
 
     code = "LAST_TOKEN_MISMATCH"
     title = "the mismatch sits on the last token of the sequences"
-    priority = 59
+    priority = 74
     remedy = (
         "Look at how the end is handled: an appended EOS, a stop string cut off, a log-prob row "
         "that is one short."

@@ -33,7 +33,7 @@ SCALAR_COLUMNS = (
 @dataclass
 class Row:
     """One sequence: columns as arrays ``[L]``, scalars by name; ``used`` where both sides and the
-    sample mask hold (``TokenBatch.both``)."""
+    sample mask hold (``TokenView.both``)."""
 
     group: str
     scalars: dict[str, Any]
@@ -93,7 +93,7 @@ class Sample:
         present = batch.records.schema.names
         columns = {c: batch.tokens(c)[here].copy() for c in LIST_COLUMNS if c in present}
         scalars = {c: view(batch).scalar(c)[s] for c in SCALAR_COLUMNS if c in SCALARS}
-        group.append(Row(name, scalars, columns, batch.both[here].copy(), whole))
+        group.append(Row(name, scalars, columns, view(batch).both[here].copy(), whole))
         self.tokens += end - start
         while self.tokens > self.budget and len(self.groups) > 1:
             worst = -heappop(self._heap)

@@ -25,6 +25,12 @@ POOLED_BAND = 0.1
 """The same where no siblings exist: there normalisers bend the line."""
 
 
+RAW: dict[str, Any] = {
+    "code": "RAW_LOGPROBS",
+    "title": "the sampler's log-probs are from before temperature",
+    "remedy": "Set logprobs_mode='processed_logprobs' in the engine: the ratio needs the "
+    "distribution that was sampled.",
+}
 UNNORMALISED: dict[str, Any] = {
     "code": "UNNORMALISED_TEMPERATURE",
     "title": "log-probs were divided by the temperature",
@@ -73,6 +79,13 @@ class Temperature(SampleCheck):
         band = SLOPE_BAND if route == "siblings" else POOLED_BAND
         if slope.differs(band):
             return [self._named(slope.slope, logged, row)]
+        if route != "siblings" and self._drawn_from_trainer() and self.forward.mean(0).beyond(1.02):
+            text = (
+                f"mean p/q is {row['mean_p_over_q']:.4g} and mean q/p is "
+                f"{row['mean_q_over_p']:.4g}: the tokens were drawn from the trainer's "
+                "distribution, and the sampler's column is another one"
+            )
+            return [self.found(text, [row], **RAW)]
         if route == "siblings":
             return [self.clean(f"one temperature: slope {slope.slope:.4g}", [row])]
         if slope.groups < 10:
@@ -104,10 +117,7 @@ class Temperature(SampleCheck):
             return self.found(
                 f"{text}: the sampler's ignore T = {1 / b:.4g}",
                 [row],
-                code="RAW_LOGPROBS",
-                title="the sampler's log-probs are from before temperature",
-                remedy="Set logprobs_mode='processed_logprobs' in the engine: the ratio needs the "
-                "distribution that was sampled.",
+                **RAW,
             )
         if forgot:
             return self.found(

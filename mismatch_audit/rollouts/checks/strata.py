@@ -83,8 +83,8 @@ class Strata:
         sums = np.stack([np.bincount(owner, r, len(names)) for r in rows], axis=1)
         for name, row in zip(names.tolist(), sums, strict=True):
             self._put(name // self.width if isinstance(name, int) else name, row)
-        while len(self.table) > self.limit:
-            self._merge()
+        while len(self.table) > self.limit and self._merge():
+            pass
 
     def _put(self, key: Any, row: Array) -> None:
         if not isinstance(key, int) and key not in self.table and len(self.table) >= self.limit:
@@ -92,13 +92,14 @@ class Strata:
         held = self.table.get(key)
         self.table[key] = row if held is None else held + row
 
-    def _merge(self) -> None:
+    def _merge(self) -> bool:
         if not all(isinstance(k, int) for k in self.table):
-            return
+            return False  # names: further ones are counted as "(others)"
         self.width *= 2
         old, self.table = self.table, {}
         for key, row in old.items():
             self._put(key // 2, row)
+        return True
 
     def order(self) -> list[Any]:
         return sorted(self.table)

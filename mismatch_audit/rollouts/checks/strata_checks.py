@@ -107,7 +107,7 @@ class Engine(Named):
     title = "the mismatch belongs to one engine or engine version"
     column = "engine"
     needs: tuple[str, ...] = (*BOTH, "engine")
-    priority = 73
+    priority = 72
     remedy = "Keep a baseline for each engine version, and bisect between the two below."
 
 

@@ -160,4 +160,5 @@ class RepetitionPenalty(SampleCheck):
 def _within(low: float, high: float, top_p: float | None) -> bool:
     """Whether d respects log(top_p), give or take the noise seen on the other side."""
     floor = log(top_p) if top_p is not None and 0 < top_p < 1 else -3.0
-    return bool(low >= floor - 2 * max(float(high), 0.0) - 0.02)
+    # 0.1: bf16 kernels are off by this much on 1 token in 1000, and that side has no mirror here
+    return bool(low >= floor - 0.1 - 2 * max(float(high), 0.0))

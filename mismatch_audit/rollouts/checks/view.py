@@ -15,6 +15,9 @@ Array = npt.NDArray[Any]
 LOG_RATIO_CAP = 20.0
 """|log p - log q| beyond this counts as this much: exp stays finite (verl's SAFETY_BOUND)."""
 
+SENTINEL = -1000.0
+"""No softmax over a vocabulary gives this: it is a placeholder (SkyRL writes -9999)."""
+
 
 class TokenView:
     """The M tokens of a batch with a log-prob on both sides, packed; S sequences.
@@ -43,7 +46,14 @@ class TokenView:
     @cached_property
     def where(self) -> Array:
         """``[M]`` int64: index of each packed token in the batch."""
-        return np.flatnonzero(self.batch.both)
+        return np.flatnonzero(self.both)
+
+    @cached_property
+    def both(self) -> Array:
+        """``[N]`` bool: ``TokenBatch.both`` without sentinels."""
+        sampler = self.batch.tokens("sampler_logprob")
+        trainer = self.batch.tokens("trainer_logprob")
+        return np.asarray(self.batch.both & (sampler > SENTINEL) & (trainer > SENTINEL))
 
     @cached_property
     def n(self) -> Array:
