@@ -29,7 +29,7 @@ from mismatch_audit.rollouts.schema import Header
 
 FORMAT = "nemo-rl"
 
-_GLOBS = ("train_data_step*.jsonl", "exp_*/train_data_step*.jsonl")
+_GLOBS = ("train_data_step*.jsonl",)
 _MARKS = {"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}
 
 Numbers = list[float | list[float | None] | None]

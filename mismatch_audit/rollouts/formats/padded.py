@@ -17,6 +17,8 @@ from mismatch_audit.rollouts.batch import Array
 from mismatch_audit.rollouts.formats.tidy import first_true, logprobs, origins, prompt_group
 from mismatch_audit.rollouts.safe_pickle import as_array
 
+_Rows = Callable[[int], Array]
+
 LOGPROBS = ("sampler_logprob", "trainer_logprob", "current_logprob", "ref_logprob")
 
 
@@ -53,7 +55,7 @@ def rows(
     if ids.dtype.kind not in "iu":
         raise ValueError(f"{layout.ids[0]} should hold integers, but holds {ids.dtype}")
 
-    def aligned(names: tuple[str, ...]) -> Array | None:
+    def aligned(names: tuple[str, ...]) -> _Rows | None:
         values = _two(arrays, names)
         return None if values is None else _align(values, names[0], n, width, layout.wide)
 
@@ -61,23 +63,25 @@ def rows(
     if sampled is None:
         raise ValueError(f"has no {' or '.join(layout.sampled)}: which tokens were sampled?")
     attention = _attention(arrays, layout, ids)
-    mask, response = _positive(sampled), _response(aligned, layout, sampled)
-    loss = aligned(layout.loss) if layout.loss else None
+    response, loss = aligned(layout.response) or sampled, aligned(layout.loss)
+    of_ids = response is not sampled and layout.response[0] == "responses"
     columns = {ours: found for ours, names in layout.columns.items()
                if (found := aligned(names)) is not None}  # fmt: skip
     scalars = {ours: each for ours, names in layout.scalars.items()
                if (each := _one_each(arrays, names, n)) is not None}  # fmt: skip
     for b in range(n):
-        keep = attention[b]
+        keep = np.ones(width, dtype=bool) if attention is None else attention[b] != 0
         if not keep.any():
             continue  # a row of padding that fills up the batch
-        own, tokens = mask[b][keep], ids[b][keep]
-        prompt = first_true(response[b][keep])
+        own, tokens = _positive(sampled(b)[keep]), ids[b][keep]
+        # Ids count in every column that there is (0 is a token), a mask where it is 1.
+        reply = ~np.isnan(response(b)) if of_ids else _positive(response(b))
+        prompt = first_true(reply[keep])
         if not own.any():  # nothing trained on: the whole response counts as the model's own
             own = np.arange(len(tokens)) >= prompt
             trained = np.zeros(len(tokens), dtype=bool)
         else:
-            trained = own if loss is None else _positive(loss[b][keep])
+            trained = own if loss is None else _positive(loss(b)[keep])
         row: dict[str, Any] = {
             **constants,
             "sample_id": f"{prefix}{b}",
@@ -89,7 +93,7 @@ def rows(
             "loss_mask": trained,
         }
         for ours, values in columns.items():
-            row[ours] = _column(ours, values[b][keep], ~own, layout.clamped)
+            row[ours] = _column(ours, values(b)[keep], ~own, layout.clamped)
         row.update({ours: each[b] for ours, each in scalars.items()})
         yield row
 
@@ -98,24 +102,12 @@ def _positive(values: Array) -> Array:
     return np.asarray(np.nan_to_num(values) > 0)
 
 
-def _response(
-    aligned: Callable[[tuple[str, ...]], Array | None], layout: Layout, sampled: Array
-) -> Array:
-    found = aligned(layout.response) if layout.response else None
-    if found is None:
-        return _positive(sampled)
-    # ids: any column that there is (id 0 is a token); a mask: its ones.
-    return ~np.isnan(found) if layout.response[0] == "responses" else _positive(found)
-
-
-def _attention(arrays: Mapping[str, Any], layout: Layout, ids: Array) -> Array:
-    """``[B, S]`` bool: real tokens. Without an attention mask: all of them."""
+def _attention(arrays: Mapping[str, Any], layout: Layout, ids: Array) -> Array | None:
+    """``[B, S]``, not 0 where a token is real. None: all are."""
     attention = _two(arrays, layout.attention)
-    if attention is None:
-        return np.ones(ids.shape, dtype=bool)
-    if attention.shape != ids.shape:
+    if attention is not None and attention.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {attention.shape} for tokens {ids.shape}")
-    return np.asarray(attention != 0)
+    return attention
 
 
 def _column(ours: str, values: Array, outside: Array, clamped: float | None) -> Any:
@@ -132,21 +124,26 @@ def _column(ours: str, values: Array, outside: Array, clamped: float | None) -> 
     return values
 
 
-def _align(values: Array, name: str, n: int, width: int, wide: str) -> Array:
-    """``[B, S]`` float64 with NaN where the array says nothing."""
+def _align(values: Array, name: str, n: int, width: int, wide: str) -> _Rows:
+    """Row b -> ``[S]`` float64 with NaN where the array says nothing; made when asked for, since a
+    batch of long sequences is large."""
     if len(values) != n:
         raise ValueError(f"{name} has {len(values)} rows for {n} sequences")
     if values.dtype.kind not in "biuf":
         raise ValueError(f"{name} should hold numbers, but holds {values.dtype}")
-    full = np.full((n, width), np.nan)
     own = values.shape[1]
     if own > width:
         raise ValueError(f"{name} is {own} wide, the tokens are {width}")
-    if wide == "next" and own == width:
-        full[:, 1:] = values[:, :-1]
-    else:  # the last ``own`` columns: all of them, the response, or those after the first token
-        full[:, width - own :] = values
-    return full
+
+    def row(b: int) -> Array:
+        full = np.full(width, np.nan)
+        if wide == "next" and own == width:
+            full[1:] = values[b, :-1]
+        else:  # the last ``own`` columns: all, the response, or those after the first token
+            full[width - own :] = values[b]
+        return full
+
+    return row
 
 
 def _two(arrays: Mapping[str, Any], names: tuple[str, ...]) -> Array | None:

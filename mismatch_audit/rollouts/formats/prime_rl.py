@@ -32,7 +32,6 @@ FORMAT = "prime-rl"
 
 _GLOBS = (
     "token_exports/step_*/rank_*.jsonl",
-    "*/token_exports/step_*/rank_*.jsonl",
     "step_*/rank_*.jsonl",
     "rank_*.jsonl",
 )

@@ -24,7 +24,6 @@ FORMAT = "skyrl"
 _GLOBS = (
     "global_step_*_training_input.pkl",
     "dumped_data/global_step_*_training_input.pkl",
-    "*/dumped_data/global_step_*_training_input.pkl",
 )
 LAYOUT = Layout(
     ids=("sequences",),
