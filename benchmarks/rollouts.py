@@ -1,0 +1,198 @@
+"""How fast recorded rollouts are audited, beside two ways of doing part of it.
+
+    python benchmarks/rollouts.py                      # 100 million tokens, some 4 GB in a temp folder
+    python benchmarks/rollouts.py --tokens 5e6 --jsonl-tokens 1e6
+
+One synthetic log, written in streams: groups of 8 rollouts, lengths log-normal around 500, bf16-like
+noise, every column that the default contract's slices name. Each audit runs in a process of its own
+(its peak memory is the process's). Compared with it on the same rows:
+
+* ``martingale`` (PyPI), ``martingale doctor``: reads its own JSON ledger; token means, no slices, no
+  intervals;
+* a pandas script: explode the lists, group by, mean; the same slices, no intervals, no clustering.
+
+Both are given fewer tokens, since they hold all of them in memory; rates are tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+GROUP, PROMPT = 8, 64
+
+
+def log(tokens: int, seed: int = 0) -> Iterator[pa.RecordBatch]:
+    """Record batches of about a million tokens."""
+    rng = np.random.default_rng(seed)
+    done = sequence = 0
+    while done < tokens:
+        s = 1600
+        lengths = np.clip(rng.lognormal(6.0, 0.6, s), 8, 4000).astype(np.int32) + PROMPT
+        offsets = np.zeros(s + 1, dtype=np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        n = int(offsets[-1])
+        index = np.arange(n) - np.repeat(offsets[:-1], lengths)
+        response = index >= PROMPT
+        q = -rng.exponential(0.35, n).astype(np.float32)
+        noise = rng.standard_normal(n).astype(np.float32) * (0.01 - 0.02 * np.maximum(q, -3))
+        number = sequence + np.arange(s)
+        step = number // 1024
+
+        def per_token(values: np.ndarray, kind: str, at: np.ndarray = offsets) -> pa.Array:
+            return pa.ListArray.from_arrays(pa.array(at), pa.array(values.astype(kind)))
+
+        def logprobs(values: np.ndarray, here: np.ndarray = response) -> pa.Array:
+            return pa.ListArray.from_arrays(
+                pa.array(offsets_now), pa.array(values.astype(np.float32), mask=~here)
+            )
+
+        offsets_now = offsets
+        columns = {
+            "step": pa.array(step.astype(np.int32)),
+            "sample_id": pa.array([f"s{i}" for i in number]),
+            "group_id": pa.array([f"p{i // GROUP}" for i in number]),
+            "environment": pa.array(np.array(["math", "code", "chat"])[number // GROUP % 3]),
+            "weights_version_min": pa.array(np.maximum(step - number % 3, 0)),
+            "weights_version_max": pa.array(step.astype(np.int64)),
+            "trainer_version": pa.array(step.astype(np.int64)),
+            "prompt_len": pa.array(np.full(s, PROMPT, dtype=np.int32)),
+            "microbatch_rows": pa.array((1 << number % 4).astype(np.int32)),
+            "num_cached_tokens": pa.array((16 * (number % 5)).astype(np.int32)),
+            "temperature": pa.array(np.ones(s, dtype=np.float32)),
+            "finish_reason": pa.array(np.where(lengths > 1500, "length", "stop")),
+            "reward": pa.array((rng.random(s) < 0.4).astype(np.float32)),
+            "sequence_advantage": pa.array(rng.standard_normal(s).astype(np.float32)),
+            "modality": pa.array(np.where(number % 7 == 0, "image", "text")),
+            "token_ids": per_token(rng.integers(0, 50_000, n), "int32"),
+            "origin": per_token(response, "int8"),
+            "loss_mask": per_token(response, "bool"),
+            "turn_index": per_token(np.minimum(index // 400, 5), "int16"),
+            "sampler_logprob": logprobs(q),
+            "trainer_logprob": logprobs(q + noise),
+            "entropy": logprobs(np.abs(rng.standard_normal(n))),
+            "routing_changed": per_token(rng.random(n) < 0.1, "bool"),
+        }
+        yield pa.RecordBatch.from_pydict(columns)
+        done, sequence = done + n, sequence + s
+
+
+def write_parquet(path: Path, tokens: int) -> int:
+    """Returns the tokens written."""
+    total, writer = 0, None
+    for batch in log(tokens):
+        writer = writer or pq.ParquetWriter(path, batch.schema)
+        writer.write_batch(batch)
+        total += batch.column("token_ids").flatten().__len__()
+    if writer:
+        writer.close()
+    return total
+
+
+def write_jsonl(path: Path, tokens: int) -> int:
+    """Returns the tokens written. Log-probs have 6 digits, as trainers' dumps do."""
+    total = 0
+    with path.open("w") as file:
+        for batch in log(tokens):
+            for row in batch.to_pylist():
+                for name in ("sampler_logprob", "trainer_logprob", "entropy"):
+                    row[name] = [None if v is None else round(v, 6) for v in row[name]]
+                file.write(json.dumps(row) + "\n")
+                total += len(row["token_ids"])
+    return total
+
+
+def ours(path: Path, out: Path, *options: str) -> dict[str, float]:
+    """Seconds and peak memory of ``audit rollouts`` in a process of its own."""
+    code = (
+        "import resource, sys, time; t = time.perf_counter()\n"
+        "from mismatch_audit.cli.app import main\n"
+        "sys.argv = ['audit', *sys.argv[1:]]\n"
+        "try: main()\n"
+        "except SystemExit as e: print('exit', e.code, file=sys.stderr)\n"
+        "print('BENCH', time.perf_counter() - t,"
+        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", code, "rollouts", str(path), "--out", str(out), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    line = next(x for x in done.stderr.splitlines() if x.startswith("BENCH")).split()
+    return {"seconds": float(line[1]), "peak_gb": float(line[2]) / 1e6}
+
+
+def pandas_script(path: Path) -> dict[str, float]:
+    """What a notebook does: the same means over six of the slices."""
+    code = f'''
+import time, resource, numpy as np, pandas as pd
+t = time.perf_counter()
+f = pd.read_parquet({str(path)!r})
+f = f[["step", "environment", "finish_reason", "microbatch_rows", "modality", "group_id",
+       "sampler_logprob", "trainer_logprob", "turn_index"]]
+f = f.explode(["sampler_logprob", "trainer_logprob", "turn_index"]).dropna()
+d = (f.trainer_logprob - f.sampler_logprob).astype(float)
+f = f.assign(a=d.abs(), k3=np.expm1(d) - d, m=np.exp(d.abs()))
+for by in ("step", "environment", "finish_reason", "microbatch_rows", "modality", "turn_index"):
+    f.groupby(by)[["a", "k3", "m"]].mean()
+print(time.perf_counter() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+'''
+    return _run(code)
+
+
+def martingale_doctor(path: Path, work: Path) -> dict[str, float]:
+    """``martingale``'s own check on the same rows, in its own ledger format."""
+    raise NotImplementedError
+
+
+def _run(code: str) -> dict[str, float]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, peak = done.stdout.split()[-2:]
+    return {"seconds": float(seconds), "peak_gb": float(peak) / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=float, default=1e8)
+    parser.add_argument("--jsonl-tokens", type=float, default=1e7)
+    parser.add_argument("--others-tokens", type=float, default=2e6)
+    parser.add_argument("--folder", type=Path, help="keep the files here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        _measure(Path(folder), options)
+
+
+def _measure(folder: Path, options: argparse.Namespace) -> None:
+    rows: list[tuple[str, int, dict[str, float]]] = []
+    small, parquet, jsonl = folder / "s.parquet", folder / "p.parquet", folder / "j.jsonl"
+    n_small = write_parquet(small, int(options.others_tokens))
+    ours(small, folder / "warm", "--exit-zero")  # numba's compilation, once a machine
+    n = write_parquet(parquet, int(options.tokens))
+    rows.append(("ours, Parquet", n, ours(parquet, folder / "a", "--exit-zero")))
+    rows.append(
+        ("ours, Parquet, --no-checks", n, ours(parquet, folder / "b", "--exit-zero", "--no-checks"))
+    )
+    n_json = write_jsonl(jsonl, int(options.jsonl_tokens))
+    rows.append(("ours, JSONL", n_json, ours(jsonl, folder / "c", "--exit-zero")))
+    rows.append(("pandas script", n_small, pandas_script(small)))
+    rows.append(("martingale doctor", n_small, martingale_doctor(small, folder)))
+    base = rows[0][1] / rows[0][2]["seconds"]
+    print(f"{'':28}{'M tokens':>9}{'seconds':>9}{'M tok/s':>9}{'peak GB':>9}{'ours is':>9}")
+    for name, tokens, took in rows:
+        rate = tokens / took["seconds"]
+        print(
+            f"{name:28}{tokens / 1e6:9.1f}{took['seconds']:9.1f}{rate / 1e6:9.2f}"
+            f"{took['peak_gb']:9.2f}{base / rate:8.1f}x"
+        )
+
+
+if __name__ == "__main__":
+    main()
