@@ -149,8 +149,11 @@ def load_torch(path: Path) -> Any:
 def load_torch_bytes(data: bytes) -> Any:
     """As ``load_torch``, of bytes inside another pickle. Raises ValueError and its family."""
     if data[:2] == b"PK":
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return _archive(archive, memoryview(data))
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                return _archive(archive, memoryview(data))
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"not a whole torch file: {error}") from None
     return _legacy(io.BytesIO(data), data)
 
 

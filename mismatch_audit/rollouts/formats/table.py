@@ -25,7 +25,7 @@ def batches(
     source: str, rows: Iterable[Row], options: ReadOptions, seen: set[str] | None = None
 ) -> Iterator[TokenBatch]:
     """Record batches of about ``options.batch_tokens`` tokens. An InputError of ``rows`` or of a
-    value is raised after the rows before it have been given.
+    value is raised after the rows before it have been given; no row at all is one too.
 
     seen: sample ids of the same source's other files, added to."""
     table, failure = _Table(source, set() if seen is None else seen), None
@@ -38,6 +38,8 @@ def batches(
         failure = error
     if table.rows:
         yield table.take()
+    if failure is None and not table.given:
+        failure = InputError("holds no sequences", where=source)
     if failure is not None:
         raise failure
 
@@ -45,7 +47,7 @@ def batches(
 class _Table:
     def __init__(self, source: str, seen: set[str]) -> None:
         self.source, self._seen = source, seen
-        self._given = 0
+        self.given = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -110,8 +112,8 @@ class _Table:
             arrays.append(_list_array(name, lists))
             fields.append(pa.field(name, arrays[-1].type))
         records = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
-        batch = TokenBatch(records, self.source, self._given)
-        self._given += self.rows
+        batch = TokenBatch(records, self.source, self.given)
+        self.given += self.rows
         self._clear()
         return batch
 
