@@ -38,6 +38,13 @@ SEQUENCES = [[7 + i, 8, 9 + i, 10, 11 + i, 12, 13] for i in range(6)]
 PROMPT = 3
 
 
+AUDITED = {
+    "route": "head", "head_check": 5e-5, "requested": {"hf_token": "secret"},
+    "sampling": {"temperature": 1.0}, "self_check": {"rows": 25},
+}  # fmt: skip
+"""What an audit adds to its engine's facts."""
+
+
 def facts(**changes: Any) -> dict[str, Any]:
     """What an engine tells of itself."""
     return {
@@ -113,7 +120,7 @@ def run(
             },
             "identities": {
                 "reference": own | {"program": "transformers", "dtype": "float32"},
-                "engine": own | facts() | engine,
+                "engine": own | facts() | AUDITED | engine,
             },
             "counts": {"prompts": 6, "sequences": 6, "tokens": 24},
             "measurements": measured,

@@ -94,6 +94,7 @@ def test_statement_binds_what_was_audited(blessed: Blessed):
     document = json.loads(unseal(raw).payload)
     assert document["_type"] == "https://in-toto.io/Statement/v1"
     assert str(blessed.folder) not in json.dumps(document)
+    assert "hf_token" not in json.dumps(document)
     secret = blessed.key.read_text().splitlines()[1]
     assert secret not in raw.decode()
     assert secret not in json.dumps(document)

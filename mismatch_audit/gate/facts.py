@@ -29,6 +29,9 @@ DESCRIPTIVE = frozenset(
         "unrepresentable_weights",
         "route",  # how the auditor read the rows, no property of the engine
         "head_check",
+        "self_check",
+        "sampling",  # of the audit's rollouts; requests choose their own (bound by the settings)
+        "requested",  # what was asked for; the facts say what came of it
         "spec",
         "server",  # the server's own words for facts that its workers tell
         "url",
