@@ -128,7 +128,7 @@ class Policy:
         """``[R, V]``: body, head: versions a row."""
         hidden = self.body[context] + body[:, None] * self.body_move[context]
         z = hidden @ self.head.T + head[:, None] * (hidden @ self.head_move.T)
-        z[:, EOS] = 1.0
+        z[:, EOS] = 1.0  # so that lengths vary
         z[:, BOS] = -30.0
         return z
 
@@ -140,6 +140,8 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
 
 def truncate(logp: np.ndarray, top_p: float, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     """Renormalised log-probs on the kept support, and the mass kept ``[R]``."""
+    if top_p >= 1.0 and not top_k:
+        return logp, np.ones(len(logp))
     order = np.argsort(-logp, axis=-1)
     ranked = np.take_along_axis(np.exp(logp), order, -1)
     keep_ranked = np.cumsum(ranked, -1) - ranked < top_p
@@ -265,7 +267,7 @@ def _row(
     n, m = int(meta["prompt_len"][i]), int(used[i])
     ids = tokens[i, : n + m]
     pad = np.full(n, np.nan)
-    row: Rows = {name: np.r_[pad, value[i, :m]] for name, value in out.items()}
+    row: Rows = {name: np.concatenate([pad, value[i, :m]]) for name, value in out.items()}
     row |= {
         "run_id": "run-0",
         "engine": "engine-1",
@@ -291,8 +293,8 @@ def _row(
         "finish_reason": "stop" if ids[-1] == EOS else "length",
         "sequence_advantage": float((-1) ** i),
         "token_ids": ids,
-        "origin": np.r_[np.full(n, Origin.PROMPT), np.full(m, Origin.SAMPLED)],
-        "loss_mask": np.r_[np.zeros(n, bool), np.ones(m, bool)],
+        "origin": np.repeat([int(Origin.PROMPT), int(Origin.SAMPLED)], [n, m]),
+        "loss_mask": np.arange(n + m) >= n,
         "turn_index": np.zeros(n + m, dtype=int),
         "current_logprob": row["trainer_logprob"].copy(),
         "routing_changed": np.arange(n + m) % 7 == 0,

@@ -126,9 +126,9 @@ def change_point(values: Array, label: list[int]) -> dict[str, Any]:
 
 
 def _new(base: float) -> EProcess:
-    # the horizon tunes the stakes: a rise that lasts some 30 steps is what we want to see
+    # the horizon tunes the stakes: a rise to twice the limit should show within some 10 steps
     return EProcess(
-        limit=TIMES * base, ceiling=CEILING * base, side="above", alpha=ALPHA, horizon=30
+        limit=TIMES * base, ceiling=CEILING * base, side="above", alpha=ALPHA, horizon=10
     )
 
 

@@ -76,13 +76,15 @@ class ShiftedLogprobs(SampleCheck):
 
 
 def _mean_gap(row: Row, k: int) -> float:
-    sampler, trainer = row.columns["sampler_logprob"], row.columns["trainer_logprob"]
-    n = len(sampler)
-    i = np.arange(max(0, -k), min(n, n - k))
-    i = i[row.used[i] & row.used[i + k]]
-    if len(i) < 8:
+    n = len(row.used)
+    here, there = slice(max(0, -k), min(n, n - k)), slice(max(0, k), min(n, n + k))
+    both = row.used[here] & row.used[there]
+    count = int(np.count_nonzero(both))
+    if count < 8:
         return float("inf")
-    return float(np.abs(trainer[i].astype(np.float64) - sampler[i + k]).mean())
+    trainer, sampler = row.columns["trainer_logprob"], row.columns["sampler_logprob"]
+    gap = np.abs(trainer[here][both] - sampler[there][both])
+    return float(gap.sum(dtype=np.float64)) / count
 
 
 class ZeroLogprobs(Streaming):

@@ -162,7 +162,7 @@ class TurnSeparator(SampleCheck):
         joined: Counter[int] = Counter()
         for row in self.sampled_rows("origin", "token_ids"):
             ids, origin = row.columns["token_ids"], row.columns["origin"]
-            ends = np.flatnonzero(np.isin(ids[:-1], eos))
+            ends = np.flatnonzero((ids[:-1, None] == eos).any(-1))
             ends = ends[origin[ends + 1] != Origin.SAMPLED]
             in_prompt = origin[ends] == Origin.PROMPT
             rendered.update(ids[ends[in_prompt] + 1].tolist())
