@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,8 +41,19 @@ def audit_rollouts(
     transform = {}
     if rescore is not None:
         from mismatch_audit.rollouts.rescore import Rescorer
+        from mismatch_audit.sample_model import resolve_model
 
-        transform = {"transform": Rescorer(rescore)}
+        rescorer, told = Rescorer(rescore), on_sources
+        transform = {"transform": rescorer.score}
+        options = options or ReadOptions()
+        if options.tokenizer is None:  # text dumps: the model's own
+            options = replace(options, tokenizer=Path(resolve_model(rescore)))
+
+        def on_sources(sources: list[Source], problems: list[Problem]) -> None:
+            for source in sources:
+                source.header = rescorer.header(source.header)
+            told(sources, problems)
+
     audited = audit_sources(
         paths,
         format=format,
