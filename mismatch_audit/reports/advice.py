@@ -42,8 +42,13 @@ _MOST = 6
 
 
 def by_verdict(record: Record, verdict: str) -> list[MeasurementRow]:
-    """The rows with this verdict, furthest beyond their limit first."""
-    rows = [m for m in record.measurements if m.verdict == verdict]
+    """The rows with this verdict, furthest beyond their limit first. Of optional slices only those
+    that count."""
+    rows = [
+        m
+        for m in record.measurements
+        if m.verdict == verdict and not (m.optional and verdict in ("UNOBSERVED", "INCONCLUSIVE"))
+    ]
     return sorted(rows, key=_excess, reverse=True)
 
 
@@ -77,6 +82,8 @@ def summary(record: Record) -> str:
     """The outcome in two or three plain sentences."""
     known = record.verdict == "PASS" and by_verdict(record, "ACKNOWLEDGED")
     parts = [HEADLINES["ACKNOWLEDGED" if known else record.verdict]]
+    if record.rollouts is not None:
+        parts = [rollout_headline(record) or parts[0]]
     found = tally(record)
     if found:
         told = ", ".join(f"{count(n)} {WORDS[v]}" for v, n in found.items())
@@ -96,11 +103,27 @@ def summary(record: Record) -> str:
     return " ".join(parts)
 
 
+def rollout_headline(record: Record) -> str:
+    """What a check of recorded rollouts found, where that decides; else nothing."""
+    first = next((f for f in record.findings if f.severity == "error"), None)
+    if first is None:
+        return ""
+    if record.verdict == "NOT_COMPARABLE":
+        return (
+            f"The two columns are not log-probs of one policy at one token ({first.code}): no "
+            "drift is reported."
+        )
+    broken = any(m.verdict == "FAIL" for m in record.measurements)
+    return "" if broken else f"A check found a fault: {first.code}."
+
+
 def next_steps(record: Record) -> list[str]:
     """What to do now, most urgent first. Plain text, safe to show on a terminal."""
     steps: list[str] = []
-    if record.verdict == "NOT_COMPARABLE":
+    if record.verdict == "NOT_COMPARABLE" or (record.rollouts and rollout_headline(record)):
         steps += [f.remedy for f in record.findings if f.severity == "error"]
+    if record.rollouts is not None:
+        steps += [f"Could not be read: {s.error}" for s in record.rollouts.damaged]
         steps = steps or ["Compare the identities above; audit again once they agree."]
     if record.verdict == "UNSOUND":
         steps.append("Run `audit contract selftest` and mend the contract before any decision.")

@@ -25,11 +25,28 @@ def clause_groups(record: Record, *, fold_above: int = FOLD_ABOVE) -> list[Claus
     """Clauses in the record's order. Beyond ``fold_above`` rows in all, of each clause only what
     did not pass, what warns, the slice ``all``, and the pass nearest its limit are kept."""
     groups: dict[str, list[MeasurementRow]] = {}
-    for row in record.measurements:
+    shown = [row for row in record.measurements if not unseen(row)]
+    for row in shown:
         groups.setdefault(row.clause, []).append(row)
-    if len(record.measurements) <= fold_above:
+    if len(shown) <= fold_above:
         return [ClauseGroup(clause, rows) for clause, rows in groups.items()]
     return [_folded(clause, rows) for clause, rows in groups.items()]
+
+
+def unseen(row: MeasurementRow) -> bool:
+    """An optional slice without evidence: told in a list of its own."""
+    return row.optional and row.verdict == "UNOBSERVED"
+
+
+def not_observed(record: Record) -> dict[str, list[str]]:
+    """Why -> optional slices that have no evidence for that reason."""
+    found: dict[str, list[str]] = {}
+    for row in record.measurements:
+        if unseen(row):
+            names = found.setdefault(row.detail or "no rows", [])
+            if row.slice not in names:
+                names.append(row.slice)
+    return found
 
 
 def _folded(clause: str, rows: list[MeasurementRow]) -> ClauseGroup:

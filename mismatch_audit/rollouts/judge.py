@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +51,29 @@ def judged(
     lacks: column -> why the sources have none.  missing_columns: column of the token table -> share
     of sampled tokens without a value, over the whole log.  max_rows: see ``judge_sums``.
     """
-    views, rows = [], []
-    for found in stream.plan.found():
-        view, row = _slice(contract, stream, found, lacks, missing_columns)
-        views.append(view)
-        rows.append(row)
+    both = [
+        _slice(contract, stream, found, lacks, missing_columns) for found in stream.plan.found()
+    ]
+    both = _without_empty_bins(contract, both)
+    views, rows = [view for view, _ in both], [row for _, row in both]
     return judge_sums(contract, views, total_rows=stream.sampled, max_rows=max_rows), rows
+
+
+def _without_empty_bins(
+    contract: Contract, both: list[tuple[SumSlice, SliceRow]]
+) -> list[tuple[SumSlice, SliceRow]]:
+    """Of an optional definition, the slices with rows; without any, one that says why."""
+    kept = []
+    for name, spec in contract.slices.items():
+        mine = [pair for pair in both if pair[1].definition == name]
+        seen = [pair for pair in mine if pair[1].n_tokens]
+        if spec.optional and seen:
+            mine = seen
+        elif spec.optional and len(mine) > 1:
+            view, row = mine[0]
+            mine = [(replace(view, name=name), row.model_copy(update={"slice": name}))]
+        kept += mine
+    return kept
 
 
 def _slice(

@@ -273,14 +273,18 @@ def facts(reads: Sequence[Read]) -> Mapping[str, dict[str, Any]]:
     header = merged_header([read.source.header for read in reads])
     return {
         "reference": _said(
-            program=f"{header.framework} trainer", dtype=header.trainer_dtype, model=header.model,
+            program=_named(header, "trainer"), dtype=header.trainer_dtype, model=header.model,
             tokenizer=header.tokenizer_digest, correction=header.correction or None,
         ),
         "engine": _said(
-            program=f"{header.framework} sampler", dtype=header.engine_dtype, model=header.model,
+            program=_named(header, "sampler"), dtype=header.engine_dtype, model=header.model,
             tokenizer=header.tokenizer_digest, version=header.engine_version,
         ),
     }  # fmt: skip
+
+
+def _named(header: Header, side: str) -> str:
+    return side if header.framework in ("", "unknown") else f"{header.framework} {side}"
 
 
 def _said(**values: Any) -> dict[str, Any]:
