@@ -14,6 +14,7 @@ from mismatch_audit.cli import (
     key,
     promote,
     push,
+    rollouts,
     routes,
     serve_router,
     watch,
@@ -55,6 +56,7 @@ serve_router.register(app)
 ingest.register(app)
 promote.register(app)
 watch.register(app)
+rollouts.register(app)
 
 
 def main() -> None:
