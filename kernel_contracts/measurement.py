@@ -8,6 +8,9 @@ from typing import Literal
 Verdict = Literal["PASS", "ACKNOWLEDGED", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND"]
 """ACKNOWLEDGED: a FAIL that somebody answers for (``kernel_contracts.acknowledge``)."""
 
+Overall = Literal["PASS", "FAIL", "INCONCLUSIVE", "UNOBSERVED", "UNSOUND"]
+"""Of a whole audit."""
+
 SEVERITY: tuple[Verdict, ...] = (
     "UNSOUND",
     "FAIL",
@@ -62,7 +65,7 @@ class Measurement:
     optional: bool = False
 
 
-def overall(measurements: list[Measurement]) -> Verdict:
+def overall(measurements: list[Measurement]) -> Overall:
     """The audit's verdict: the worst of all. Nothing measured is UNOBSERVED, never a pass; known
     violations stop no pass, nor does evidence that an optional slice lacks."""
     counted = [

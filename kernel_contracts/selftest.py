@@ -19,6 +19,7 @@ from kernel_contracts.errors import InputError
 from kernel_contracts.measurement import Measurement, Verdict, overall
 from kernel_contracts.planning import clean_n
 from kernel_contracts.verdict import Evidence, judge
+from kernel_contracts.vocabulary import GRADIENT_METRICS
 
 __all__ = [
     "Calibration",
@@ -129,7 +130,7 @@ def testable(contract: Contract, prompts: int) -> Testable:
     left_out = [f"{c.id}: probes need an engine" for c in contract.runtime]
     statistical: list[StatisticalClause] = []
     for clause in contract.statistical:
-        if clause.metric == "policy_gradient_bias":
+        if clause.metric in GRADIENT_METRICS:
             left_out.append(f"{clause.id}: the gradient's bias needs rewards")
         else:
             statistical.append(_on_decode(clause, left_out))

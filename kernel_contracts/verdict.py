@@ -37,7 +37,7 @@ from kernel_contracts.row_values import (
     rows_on_path,
 )
 from kernel_contracts.slices import Slice, resolve
-from kernel_contracts.vocabulary import METRIC_WORDS
+from kernel_contracts.vocabulary import GRADIENT_METRICS, METRIC_WORDS
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Evidence:
     tokens: token table (both paths).  prompts: one row a prompt with metadata.  probes: one row a
     probe and prompt: ``probe, prompt_id, n_tokens, kl, abs_dlp, flip_rate``.  noise: metric -> its
     mean for a program against itself.  max_rows: a-priori cap on a prompt's rows (the horizon).
-    gradient: slice -> measured policy-gradient bias.
+    gradient: slice -> measured policy-gradient bias, relative to the gradient.  gradient_noise: the
+    same bias relative to the rms of one prompt's gradient.
     """
 
     tokens: pd.DataFrame
@@ -68,6 +69,7 @@ class Evidence:
     noise: Mapping[str, float] = field(default_factory=dict)
     max_rows: int = 0
     gradient: Mapping[str, BiasEstimate] = field(default_factory=dict)
+    gradient_noise: Mapping[str, BiasEstimate] = field(default_factory=dict)
 
 
 class SliceView(Protocol):
@@ -298,7 +300,7 @@ def count_row(
 def _statistical(
     contract: Contract, clause: StatisticalClause, one: Slice, evidence: Evidence
 ) -> Measurement:
-    if clause.metric == "policy_gradient_bias":
+    if clause.metric in GRADIENT_METRICS:
         return _gradient(clause, one, evidence)
     values, frame, why = finite_values(
         contract, clause.metric, rows_on_path(clause, one, evidence.tokens)
@@ -382,7 +384,8 @@ def _invert(row: Measurement, clause: StatisticalClause) -> Measurement:
 
 
 def _gradient(clause: StatisticalClause, one: Slice, evidence: Evidence) -> Measurement:
-    estimate = evidence.gradient.get(one.name)
+    relative = clause.metric == "policy_gradient_bias"
+    estimate = (evidence.gradient if relative else evidence.gradient_noise).get(one.name)
     if estimate is None:
         return unobserved(clause, one.name, clause.metric, "not measured: run with --gradient")
     limit = clause.limit or 0.0

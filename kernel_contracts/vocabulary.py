@@ -27,6 +27,7 @@ StatisticalMetric = Literal[
     "mult_prob_error",
     "abs_dp",
     "policy_gradient_bias",
+    "policy_gradient_bias_to_noise",
     "ess_ratio",
     "tail_mass",
 ]
@@ -114,6 +115,12 @@ METRIC_WORDS: dict[str, MetricWord] = {
         "",
         bounded_mean=False,
     ),
+    "policy_gradient_bias_to_noise": MetricWord(
+        "norm of the policy-gradient bias relative to the rms of one prompt's gradient: below "
+        "1 / sqrt(B) a batch of B prompts is off by more at random",
+        "",
+        bounded_mean=False,
+    ),
     "nonfinite": MetricWord(
         "count of non-finite logits on either side", "values", bounded_mean=False
     ),
@@ -127,6 +134,9 @@ METRIC_WORDS: dict[str, MetricWord] = {
     "kl": MetricWord("KL between the two ways of computing the same row of the engine"),
 }
 """Every metric name of the three sections that measure."""
+
+GRADIENT_METRICS = frozenset({"policy_gradient_bias", "policy_gradient_bias_to_noise"})
+"""Measured by autograd of the reference (``audit run --gradient``), not row by row."""
 
 RATE_METRICS = frozenset(n for n, w in METRIC_WORDS.items() if w.natural_ceiling == 1.0)
 

@@ -257,10 +257,10 @@ def _conclude(
     from kernel_contracts.baseline import compare_with_baseline
     from mismatch_audit.assemble import assemble, write_report
     from mismatch_audit.baseline import read_baseline
-    from mismatch_audit.bias import estimates
+    from mismatch_audit.bias import with_gradient
 
     if (bias := run.folder.cached_json("gradient")) is not None:
-        evidence = replace(evidence, gradient=estimates(bias))
+        evidence = with_gradient(evidence, bias)
     progress("verdicts", 0, 1)
     with run.timed("verdicts"):
         measurements = judge(run.contract, evidence)

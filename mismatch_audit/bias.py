@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from kernel_contracts.slices import resolve
-from kernel_contracts.verdict import BiasEstimate
+from kernel_contracts.verdict import BiasEstimate, Evidence
 from mismatch_audit.prepare import Run
 from mismatch_audit.programs.base import Sequence_
 
 
 def measured(run: Run, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """``{"rows": [...], "estimates": {slice: ...}}``, kept in the run's folder."""
+    """``{"rows": [...], "estimates": {slice: ...}, ...}``, kept in the run's folder."""
     if (known := run.folder.cached_json("gradient")) is not None:
         return dict(known)
     with run.timed("gradient"):
@@ -24,9 +24,13 @@ def measured(run: Run, progress: Callable[[str, int, int], None]) -> dict[str, A
     return dict(run.folder.cache_json("gradient", result))
 
 
-def estimates(result: dict[str, Any]) -> dict[str, BiasEstimate]:
-    """Slice -> what the verdicts judge."""
-    return {name: BiasEstimate(**value) for name, value in result["estimates"].items()}
+def with_gradient(evidence: Evidence, result: dict[str, Any]) -> Evidence:
+    """The evidence with what the verdicts judge: slice -> both ratios."""
+    relative, noise = (
+        {name: BiasEstimate(**value) for name, value in result[kept].items()}
+        for kept in ("estimates", "noise_estimates")
+    )
+    return replace(evidence, gradient=relative, gradient_noise=noise)
 
 
 def _measure(run: Run, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
@@ -68,6 +72,7 @@ def _measure(run: Run, progress: Callable[[str, int, int], None]) -> dict[str, A
     return {
         "rows": report.rows(),
         "estimates": {name: asdict(value) for name, value in report.estimates.items()},
+        "noise_estimates": {n: asdict(value) for n, value in report.noise_estimates.items()},
         "left_out": report.left_out,
         "rewards": {"checked": advantages.checked, "neutral": advantages.neutral},
     }

@@ -41,4 +41,16 @@ def test_nothing_measured_shows_nothing() -> None:
 
 def test_a_narrow_terminal_keeps_its_width() -> None:
     shown = record("PASS").model_copy(update={"gradient": ROWS})
-    assert max(map(len, terminal(shown, 80).splitlines())) <= 80
+    text = terminal(shown, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "≤ 0.0612" in text
+    assert "267 prompts" not in text  # the last column gave way, whole
+
+
+def test_one_target_a_slice() -> None:
+    """The same estimator against a second target would read as a contradiction."""
+    twice = [{**ROWS[0], "target": "sequence weights"},
+             {**ROWS[0], "target": "token weights", "relative_bias": 0.777}]  # fmt: skip
+    text = terminal(record("PASS").model_copy(update={"gradient": twice}))
+    assert "0.113" in text
+    assert "0.777" not in text

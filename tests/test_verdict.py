@@ -175,9 +175,12 @@ def test_runtime_clauses_need_their_probe() -> None:
 
 
 def test_gradient_bias_is_judged_by_its_own_bounds() -> None:
-    """Not measured: UNOBSERVED. Else the interval against the limit: three verdicts."""
+    """Not measured: UNOBSERVED. Else the interval against the limit: three verdicts. The ratio to
+    the noise is judged by its own estimates and by no others."""
     text = CONTRACT.replace(
-        "observability:", "  - {id: S9, metric: policy_gradient_bias, limit: 0.05}\nobservability:"
+        "observability:",
+        "  - {id: S9, metric: policy_gradient_bias, limit: 0.05}\n"
+        "  - {id: S10, metric: policy_gradient_bias_to_noise, limit: 0.05}\nobservability:",
     )
     contract = parse_contract(text)
     tokens = table()
@@ -194,7 +197,14 @@ def test_gradient_bias_is_judged_by_its_own_bounds() -> None:
         (0.06, 0.1, "FAIL"),
         (0, 0.1, "INCONCLUSIVE"),
     ):
-        assert verdict(all=BiasEstimate(upper / 2, lower, upper, 60, 900, "jackknife")) == expected
+        estimate = BiasEstimate(upper / 2, lower, upper, 60, 900, "jackknife")
+        assert verdict(all=estimate) == expected
+        noise = Evidence(
+            tokens, tokens[["prompt_id"]].drop_duplicates(), max_rows=16,
+            gradient_noise={"all": estimate},
+        )  # fmt: skip
+        found = {m.clause: m.verdict for m in judge(contract, noise)}
+        assert (found["S9"], found["S10"]) == ("UNOBSERVED", expected)
 
 
 def test_nothing_measured_is_not_a_pass() -> None:

@@ -194,16 +194,17 @@ def _slice(
             )
         )
         if correction is NONE and against is batch.target:
-            lower, upper = report.biases[-1].bounds()
-            report.estimates[name] = BiasEstimate(
-                value=bias.value,
-                lower=lower,
-                upper=upper,
-                n_prompts=bias.n,
-                n_tokens=n_tokens,
-                method=f"U-statistic against {against.name}, test inversion"
-                + (f"; {why}" if why else ""),
-            )
+            _keep(report, report.biases[-1])
+
+
+def _keep(report: GradientReport, one: SliceBias) -> None:
+    """What contracts judge: both ratios of the estimator without weights."""
+    how = f"U-statistic against {one.target}, test inversion"
+    method = f"{how}; {one.detail}" if one.detail else how
+    unknown = (0.0, math.inf)
+    for kept, ratio in ((report.estimates, one.bias), (report.noise_estimates, one.noise)):
+        lower, upper = unknown if one.detail else (ratio.lower, ratio.upper)
+        kept[one.slice] = BiasEstimate(ratio.value, lower, upper, one.bias.n, one.n_tokens, method)
 
 
 def _trace(x: Array) -> float:

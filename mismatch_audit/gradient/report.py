@@ -81,11 +81,13 @@ class SliceBias:
 
 @dataclass
 class GradientReport:
-    """estimates: slice -> bias of the estimator without weights, for contracts.  biases: every
-    slice, estimator and target.  left_out: slice or sequence kind -> why.  facts: of the run."""
+    """estimates: slice -> bias of the estimator without weights, for contracts; noise_estimates:
+    the same against the noise.  biases: every slice, estimator and target.  left_out: slice or
+    sequence kind -> why.  facts: of the run."""
 
     estimates: dict[str, BiasEstimate]
     biases: list[SliceBias]
+    noise_estimates: dict[str, BiasEstimate] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -19,8 +19,17 @@ _NONE = "none"
 
 
 def gradient_rows(rows: list[Facts]) -> list[list[str]]:
-    """Cells under ``HEAD``: every estimator on the whole traffic, the plain one on each slice."""
-    chosen = [r for r in rows if r.get("slice") == _WHOLE or r.get("estimator") == _NONE]
+    """Cells under ``HEAD``: every estimator on the whole traffic, the plain one on each slice, each
+    against the first target that its slice is measured against."""
+    target: dict[str, object] = {}
+    for row in rows:
+        target.setdefault(str(row.get("slice")), row.get("target"))
+    chosen = [
+        row
+        for row in rows
+        if row.get("target") == target[str(row.get("slice"))]
+        and (row.get("slice") == _WHOLE or row.get("estimator") == _NONE)
+    ]
     return [
         [
             _word(row.get("slice")),

@@ -24,6 +24,7 @@ METRIC_TITLES: dict[str, str] = {
     "k3": "KL, k3 estimate",
     "mult_prob_error": "probability ratio error",
     "policy_gradient_bias": "policy-gradient bias",
+    "policy_gradient_bias_to_noise": "policy-gradient bias / noise",
     "nonfinite": "non-finite logits",
     "ess_ratio": "effective sample share",
     "tail_mass": "mass outside the nucleus",

@@ -200,14 +200,18 @@ def gradient_list(page: Page, record: Record) -> None:
     if not rows:
         return
     page.heading("policy gradient")
-    # Each column takes what its own cells need; the slice gives way on a narrow terminal.
-    widths = [max(len(visible(row[i])) for row in [list(HEAD), *rows]) for i in range(len(HEAD))]
-    spare = page.width - 2 - sum(w + 2 for w in widths[1:])
-    widths[0] = min(widths[0] + 2, max(8, spare))
-    columns = [Column(t, w, right=i > 1) for i, (t, w) in enumerate(zip(HEAD, widths, strict=True))]
-    page.row(columns, [Text(f"  {HEAD[0]}", "dim"), *(Text(t, "dim") for t in HEAD[1:])])
+    head = list(HEAD)
+    while True:  # the last columns give way on a narrow terminal
+        widths = [max(len(visible(row[i])) for row in [head, *rows]) for i in range(len(head))]
+        spare = page.width - 2 - sum(w + 2 for w in widths[1:])
+        if spare >= min(widths[0], 12) or len(head) <= 4:
+            break
+        head.pop()
+    widths[0] = max(8, min(widths[0], spare))
+    columns = [Column(t, w, right=i > 1) for i, (t, w) in enumerate(zip(head, widths, strict=True))]
+    page.row(columns, [Text(t, "dim") for t in head])
     for row in rows:
-        page.row(columns, [f"  {row[0]}", *row[1:]])
+        page.row(columns, row[: len(head)])
 
 
 def finding_list(page: Page, record: Record) -> None:

@@ -28,7 +28,7 @@ from kernel_contracts.measurement import Measurement
 from kernel_contracts.metrics import METRICS
 from kernel_contracts.slices import Slice, resolve
 from kernel_contracts.verdict import judge_views
-from kernel_contracts.vocabulary import METRIC_WORDS
+from kernel_contracts.vocabulary import GRADIENT_METRICS, METRIC_WORDS
 from mismatch_audit.trainers.sequential import PromiseTest
 
 Measured = NumericalClause | StatisticalClause
@@ -132,7 +132,7 @@ class Evidence:
         """Feed the step's prompts to the clause's test; why not, where that cannot be done."""
         if clause.metric in FULL_ROWS:
             return NOT_SAMPLED
-        if clause.metric == "policy_gradient_bias":
+        if clause.metric in GRADIENT_METRICS:
             return "not measured on live rollouts"
         if clause.metric == "nonfinite":
             if "nonfinite" not in rows:
