@@ -147,9 +147,15 @@ def choice(chat: bool, body: dict[str, Any], tokens: slice, *, stream: bool) -> 
         found["logprobs"] = {"content": entries} if given else None
     else:
         found["text"] = text
-        found["logprobs"] = (
-            None if given is None else {"token_logprobs": values, "tokens": list(words)}
-        )
+        found["logprobs"] = None if given is None else {
+            "token_logprobs": values, "tokens": list(words)
+        }  # fmt: skip
+        if given is not None and body.get("return_tokens_as_token_ids"):
+            margins = body.get("margins", [3.0] * len(WORDS))[tokens]
+            found["logprobs"]["top_logprobs"] = [
+                {f"token_id:{i}": v, "token_id:1": v - m}
+                for i, v, m in zip(ids, values, margins, strict=True)
+            ]
     found["token_ids"] = ids if body.get("return_token_ids") else None
     return found
 
@@ -163,15 +169,18 @@ def whole(chat: bool, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def chunks(chat: bool, body: dict[str, Any]) -> list[bytes]:
-    prompt = [7, 8, 9] if body.get("return_token_ids") else None
+    """Events of a stream. A prompt of ids that begins with an answer's is gone on with."""
+    given = body.get("prompt")
+    begin = max(0, len(given) - 3) if isinstance(given, list) else 0
+    prompt = ([7, 8, 9] if not begin else given) if body.get("return_token_ids") else None
     documents: list[dict[str, Any]] = []
     if chat:
         start = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
         documents.append({"id": "x", "choices": [start], "prompt_token_ids": prompt})
-    for i in range(len(WORDS)):
+    for i in range(begin, len(WORDS)):
         one = choice(chat, body, slice(i, i + 1), stream=True)
         if not chat:
-            one["prompt_token_ids"] = prompt if i == 0 else None
+            one["prompt_token_ids"] = prompt if i == begin else None
         documents.append({"id": "x", "choices": [one]})
     lines = [json.dumps(d, ensure_ascii=False, separators=(",", ":")) for d in documents]
     return [f"data: {line}\n\n".encode() for line in lines] + [b"data: [DONE]\n\n"]

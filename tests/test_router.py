@@ -739,6 +739,92 @@ def test_the_shadow_shows_the_engine_what_it_may_not_answer(tmp_path: Path) -> N
         )  # fmt: skip
 
 
+# (6) Rules known in decode ----------------------------------------------------------------------
+UNDECIDED = [*LAW, ("undecided", "engine_margin <= 1", "reference")]
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 5, None])
+@pytest.mark.parametrize("fault", ["", "split"])
+def test_the_reference_takes_over_at_the_first_undecided_token(
+    tmp_path: Path, at: int | None, fault: str
+) -> None:
+    """One stream for the client, wherever the seam: the engine's tokens before it, the reference's
+    from there on, asked for as a continuation of the ids so far. Nothing after the seam is the
+    engine's, and its work is stopped."""
+    margins = [3.0 if at is None or i < at else 0.5 for i in range(6)]
+
+    async def body() -> None:
+        engine = Fake("engine", fault, pace=0.01)
+        async with rig(tmp_path, engine, table=table_document(UNDECIDED), handover=True) as r:
+            got = await r.ask(stream=True, margins=margins, prompt=[7, 8, 9])
+            assert got.content == stream_text()
+            assert engine.seen[0][2]["logprobs"] == 2
+            asked = [b for _, _, b in r.fakes["reference"].seen]
+            if at is None:
+                assert asked == []
+                return
+            assert r.count("handovers_total", slice="undecided") == 1
+            assert asked[0]["prompt"] == [7, 8, 9, *range(100, 100 + at)]
+            assert asked[0]["max_tokens"] == 6 - at
+            assert "logprobs" not in asked[0]
+            assert served(got) == ("engine" if at else "reference")
+            await r.until(lambda: engine.active == 0)
+            assert r.count("backend_requests") == 0
+
+    run(body)
+
+
+def test_an_engine_that_dies_in_its_part_is_gone_on_from(tmp_path: Path) -> None:
+    """The reference takes over from what the client has: no break, no token twice. Where it dies in
+    its own part the client is told; where the engine gives no account it answers from the start."""
+
+    async def body() -> None:
+        for fault in ("middle", "no_done", "error_middle", "stall"):
+            fakes = [Fake("engine", fault)]
+            limits = replace(QUICK, idle=0.3)
+            options = {"table": table_document(UNDECIDED), "handover": True, "limits": limits}
+            async with rig(tmp_path, *fakes, **options) as r:
+                got = await r.ask(stream=True, prompt=[7, 8, 9])
+                assert got.content == stream_text(), fault
+                if fault == "no_done":  # without its end only, all tokens had come
+                    assert not r.fakes["reference"].seen
+        options = {"table": table_document(UNDECIDED), "handover": True}
+        async with rig(tmp_path, Fake("engine", "refuse"), **options) as r:
+            got = await r.ask(stream=True)
+            assert (got.content, served(got)) == (stream_text(), "reference")
+        async with rig(tmp_path, Fake("engine", "strict"), **options) as r:
+            got = await r.ask(stream=True)
+            assert (got.content, served(got)) == (stream_text(), "reference")
+        fakes = [Fake("engine"), Fake("reference", "middle")]
+        async with rig(tmp_path, *fakes, **options) as r:
+            got = await r.ask(stream=True, prompt=[7, 8, 9], margins=[3, 0, 3, 3, 3, 3])
+            assert b"upstream_error" in got.content
+            assert b"[DONE]" not in got.content
+
+    run(body)
+
+
+def test_what_no_seam_can_serve_goes_whole(tmp_path: Path) -> None:
+    """Chats, whole answers, log-probs of the client's own, stop texts, and requests that a rule
+    known before concerns, go to the reference as without handing over."""
+    cases: list[dict[str, Any]] = [
+        {"stream": False}, {"stream": True, "logprobs": 1}, {"stream": True, "stop": ["x"]},
+        {"stream": True, "metadata": {"domain": "law"}}, {"stream": True, "n": 2},
+        {"stream": True, "metadata": {}},
+    ]  # fmt: skip
+
+    async def body() -> None:
+        options = {"table": table_document(UNDECIDED), "handover": True}
+        async with rig(tmp_path, Fake("engine"), **options) as r:
+            for case in cases:
+                assert served(await r.ask(**case)) == "reference", case
+            chat = await r.ask("/v1/chat/completions", stream=True, messages=[])
+            assert served(chat) == "reference"
+            assert not r.fakes["engine"].seen
+
+    run(body)
+
+
 # The command's options --------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "url", ["ftp://x", "localhost:8000", "http://", "http://u:p@h", "http://h/?q=1", ""]

@@ -459,6 +459,30 @@ def test_the_undecided_stay_and_the_unseen_come_with_one_pass() -> None:
     assert answers(third, domain="math") == "reference"
 
 
+def test_a_slice_that_only_a_rule_names_comes_back_too() -> None:
+    """``undecided`` without a clause of its own, sent away by S1 on all rows: it comes back when S1
+    passes, as any other, and stays away while S1 does not."""
+    contract = copy.deepcopy(CONTRACT)
+    contract["escalation"].insert(
+        0,
+        {
+            "when": {"clause": "S1", "verdict": "FAIL"},
+            "action": "route",
+            "to": "reference",
+            "slice": "rare",
+        },
+    )
+    audits = (("FAIL", "reference"), ("INCONCLUSIVE", "reference"), ("PASS", "engine"))
+    made = None
+    for day, (verdict, target) in enumerate(audits, start=1):
+        low = rows(S1=verdict, upper=0.5) if verdict == "PASS" else rows(S1=verdict)
+        one = report(low, contract, finished=f"2025-03-{day:02d}T10:02:41+00:00")
+        made = table(one, made, digest=f"{day:064x}")
+        assert answers(made, domain="code") == target
+        assert "rare" in {s.slice for s in made.engines[0].slices}
+    assert "rare" not in {s.slice for s in table(report(contract=contract)).engines[0].slices}
+
+
 def test_an_older_audit_does_not_replace_a_newer() -> None:
     newest = table(later(5, rows()))
     with pytest.raises(InputError, match="finished before"):

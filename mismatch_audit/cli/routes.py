@@ -104,7 +104,7 @@ def _audit(run: Path, name: str, contract: Path | None) -> Audit:
         if contract
         else judged_contract(record, file)
     )
-    audited = load_audited(run) if run.is_dir() else None
+    audited = load_audited(run, record) if run.is_dir() else None
     return Audit(name, record, digest, promised, audited)
 
 

@@ -25,6 +25,14 @@ def serve_router(
         str,
         typer.Option(help="Whose metadata count: header (x-audit-metadata), body, or both."),
     ] = "both",
+    handover: Annotated[
+        bool,
+        typer.Option(
+            "--handover",
+            help="Rules known in decode: let the engine begin streamed "
+            "completions, and the reference take over at the first token they name.",
+        ),
+    ] = False,
     mirror: Annotated[
         Path | None, typer.Option(help="Traffic log for a sample of the engines' answers.")
     ] = None,
@@ -97,6 +105,7 @@ def serve_router(
             top_p=default_top_p, top_k=default_top_k, weights_version=weights_version,
         ),
         shadow_share=shadow_share,
+        handover=handover,
     )  # fmt: skip
     serve(options, host, port)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from kernel_contracts.errors import InputError
+from mismatch_audit.reports.record import Record
 from mismatch_audit.routing.matching import Facts, spans
 from mismatch_audit.rundir import STATE, read_json
 from mismatch_audit.tokens import read_parts
@@ -22,10 +23,19 @@ class Audited:
     tokens: pd.DataFrame
 
 
-def load_audited(run: Path) -> Audited | None:
+def load_audited(run: Path, record: Record | None = None) -> Audited | None:
     """The prompts of a run's folder; None for a bare report, or when its prompt file is gone or has
-    changed since (then nothing says what a request showed)."""
+    changed since (then nothing says what a request showed).
+
+    record: the report, which may lie in a folder below the run's (``audit judge``); its digests
+    must be those of the run.
+    """
+    if not (run / STATE).exists() and (run.parent / STATE).exists() and record is not None:
+        run = run.parent
     if not (run / STATE).exists():
+        return None
+    known = read_json(run / STATE)["spec"].get("prompts")
+    if record is not None and record.digests.get("prompts") != known:
         return None
     parts = sorted((run / "tokens").glob("part-*.parquet"))
     if not parts:

@@ -83,7 +83,7 @@ def _engine(audit: Audit, policy: Policy, previous: RoutingTable | None) -> Engi
     if old is not None and not same_report:
         _check_order(name, old, record)
     before = {s.slice: s for s in old.slices} if old else {}
-    evidence = gather(contract, record.measurements)
+    evidence = gather(contract, record.measurements, before)
     known = {key: one for key, one in before.items() if named(contract, key) or key == WHOLE}
     everything = [*evidence.values(), *stale(known, evidence)]
     states = {

@@ -38,6 +38,13 @@ class Decider:
                 return rule
         return None
 
+    def undecided(self, facts: Facts) -> bool:
+        """Only the engine's own account of the tokens can tell whether a rule applies."""
+        found = [(test(facts), rule) for test, rule in self.rules]
+        if any(told or (told is None and rule.level == "request") for told, rule in found):
+            return False
+        return any(told is None for told, _ in found)
+
     def permits(self, facts: Facts) -> bool:
         return self.denied(facts) is None
 

@@ -8,7 +8,7 @@ is well within its limit. What was never seen is away too, and comes with the fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,9 +58,15 @@ class Evidence:
         return "; ".join(dict.fromkeys(why for _, _, why in self.against))
 
 
-def gather(contract: Contract, rows: Iterable[MeasurementRow]) -> dict[str, Evidence]:
+def gather(
+    contract: Contract, rows: Sequence[MeasurementRow], remembered: Collection[str] = ()
+) -> dict[str, Evidence]:
     """Slice -> evidence, in the report's order; ``all`` stands for every request, and is there
-    without evidence when the report has no row."""
+    without evidence when the report has no row.
+
+    remembered: slices of the previous table. One that only a ``route`` rule names, such as
+    ``slice: undecided`` for a clause on all rows, is judged by that clause.
+    """
     found: dict[str, Evidence] = {}
 
     def at(name: str) -> Evidence:
@@ -69,9 +75,6 @@ def gather(contract: Contract, rows: Iterable[MeasurementRow]) -> dict[str, Evid
     for row in rows:
         home = at(row.slice)
         home.rows.append(row)
-        for rule in contract.escalation:
-            if rule.action == "route" and rule.slice and _about(rule, row, contract):
-                at(rule.slice).rows.append(row)
         if row.verdict == "ACKNOWLEDGED":
             continue  # a failure that somebody answers for, for a time
         action = _action(contract, row)
@@ -81,7 +84,22 @@ def gather(contract: Contract, rows: Iterable[MeasurementRow]) -> dict[str, Evid
         if not tolerated:
             verdict: Verdict = "FAIL" if row.verdict == "PASS" else row.verdict
             at(where).against.append((verdict, to, _why(row, action)))
+    for name in remembered:
+        if name not in found:
+            found |= _by_rules(contract, rows, name)
     return found or {WHOLE: Evidence(WHOLE)}
+
+
+def _by_rules(contract: Contract, rows: Sequence[MeasurementRow], name: str) -> dict[str, Evidence]:
+    """The evidence about a slice that has no row of its own, from rows that would send it away."""
+    evidence = Evidence(name)
+    for rule in contract.escalation:
+        if rule.action == "route" and rule.slice == name:
+            evidence.rows += [row for row in rows if _about(rule, row, contract)]
+    for row in evidence.rows:
+        if row.verdict != "PASS" and row.verdict != "ACKNOWLEDGED":
+            evidence.against.append((row.verdict, REFERENCE, _why(row, None)))
+    return {name: evidence} if evidence.rows else {}
 
 
 _MOVES = _WHOLE_RUN | {"route", "quarantine"}

@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mismatch_audit.routing.proxy.forward import Endpoint, Proxy
+from mismatch_audit.routing.proxy.endpoint import Endpoint
+from mismatch_audit.routing.proxy.forward import Proxy
 from mismatch_audit.routing.proxy.metrics import CONTENT_TYPE
 from mismatch_audit.routing.proxy.refusal import Receive, Send, error_body
 from mismatch_audit.routing.proxy.upstream import (

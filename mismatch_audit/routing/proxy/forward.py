@@ -1,30 +1,24 @@
-"""One request through the proxy: admitted, read, decided, tried, relayed."""
+"""One request to the backends that may answer it: tried one after another, then relayed."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from mismatch_audit.routing.proxy.admission import Admission
 from mismatch_audit.routing.proxy.backends import Backend, Pool
-from mismatch_audit.routing.proxy.body import read_body
-from mismatch_audit.routing.proxy.facts import METADATA_HEADER, Asked, Kind, Source, parse
+from mismatch_audit.routing.proxy.facts import Asked, Source
 from mismatch_audit.routing.proxy.live import LiveTable
 from mismatch_audit.routing.proxy.metrics import Metrics
 from mismatch_audit.routing.proxy.mirror import Capture, Mirror
 from mismatch_audit.routing.proxy.refusal import (
     ClientGone,
-    Headers,
     Message,
-    Receive,
     Refusal,
     Send,
-    refuse,
     send_whole,
 )
 from mismatch_audit.routing.proxy.settings import Limits
@@ -36,7 +30,6 @@ from mismatch_audit.routing.proxy.upstream import (
     died_of,
     open_response,
     read_whole,
-    request_headers,
     response_headers,
 )
 from mismatch_audit.routing.table import REFERENCE
@@ -45,7 +38,6 @@ if TYPE_CHECKING:
     import aiohttp
 
 log = logging.getLogger("mismatch_audit.router")
-T = TypeVar("T")
 
 STALE = 0.25
 """Seconds in which a connection that the backend had closed shows it; later it died of the
@@ -66,62 +58,8 @@ class Proxy:
     source: Source = "both"
     mirror: Mirror | None = None
     shadow: Shadow | None = None
+    handover: bool = False
     session: aiohttp.ClientSession | None = None
-
-
-class Endpoint:
-    """ASGI application of ``/v1/completions`` or ``/v1/chat/completions``."""
-
-    def __init__(self, proxy: Proxy, kind: Kind) -> None:
-        self.proxy, self.kind = proxy, kind
-
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        metrics = self.proxy.metrics
-        try:
-            async with self.proxy.admission.place():
-                await self._serve(scope, receive, send)
-        except Refusal as refusal:
-            metrics.refused.labels(refusal.reason).inc()
-            await refuse(send, refusal)
-        except ClientGone:
-            metrics.gone.inc()
-
-    async def _serve(self, scope: Any, receive: Receive, send: Send) -> None:
-        start = time.perf_counter()
-        proxy = self.proxy
-        headers: Headers = scope["headers"]
-        body = await read_body(headers, receive, proxy.limits)
-        metadata = next((v for k, v in headers if k == METADATA_HEADER), None)
-        asked = parse(scope["path"], self.kind, body, metadata, proxy.source)
-        decision = proxy.live.decisions.decide(asked.facts)
-        proxy.metrics.routed.labels(decision.target, decision.rule).inc()
-        passed = request_headers(headers)
-        exchange = Exchange(proxy, asked, passed, send, start)
-        if proxy.shadow is not None and proxy.session is not None and decision.kept_from:
-            proxy.shadow.maybe(proxy.session, decision.kept_from, asked, passed)
-        await until_gone(exchange.run(decision.target), receive)
-
-
-async def until_gone(work: Awaitable[T], receive: Receive) -> T:
-    """The work's result. Raises ClientGone, with the work cancelled, when the client leaves."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Refusal):
-                await task
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class Exchange:
@@ -267,7 +205,7 @@ class Exchange:
                     stall.wait("client", limits.client)
                     await send({"type": "http.response.body", "body": block, "more_body": True})
                     stall.wait("backend", limits.idle)
-                    block = await _next(stream)
+                    block = await next_block(stream)
         except TimeoutError:
             if stall.side == "client":
                 raise ClientGone from None
@@ -281,7 +219,7 @@ class Exchange:
         failed: nothing was sent, so another may be asked."""
         try:
             async with asyncio.timeout(self.proxy.limits.first_token):
-                block = await _next(stream)
+                block = await next_block(stream)
         except TimeoutError:
             raise Died("timeout") from None
         if not block:
@@ -313,7 +251,7 @@ class Exchange:
         metrics.requests.labels(backend.name, str(status)).inc()
 
 
-async def _next(stream: EventStream) -> bytes:
+async def next_block(stream: EventStream) -> bytes:
     """The next events. Raises Died."""
     import aiohttp
 

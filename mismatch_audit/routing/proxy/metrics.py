@@ -33,6 +33,10 @@ class Metrics:
             "fallbacks", "Requests for an engine that the reference answered: it was down.",
             ["target"], **one,
         )  # fmt: skip
+        self.handovers = Counter(
+            "handovers", "Answers that the reference took over, and the slice that decided.",
+            ["target", "slice"], **one,
+        )  # fmt: skip
         self.retries = Counter(
             "retries", "Attempts that died before anything was sent.", ["backend", "reason"], **one
         )  # fmt: skip

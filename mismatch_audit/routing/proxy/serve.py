@@ -34,6 +34,7 @@ class Options:
     mirror_settings: MirrorSettings = field(default_factory=MirrorSettings)
     shadow_share: float = 0.0
     shadow_most: int = 8
+    handover: bool = False
 
 
 def read_engines(given: Iterable[str]) -> dict[str, list[str]]:
@@ -72,7 +73,9 @@ def build_proxy(options: Options) -> Proxy:
         shadow = Shadow(
             options.shadow_share, options.shadow_most, pool, mirror, limits, metrics
         )  # fmt: skip
-    return Proxy(limits, pool, live, metrics, admission, options.source, mirror, shadow)
+    return Proxy(
+        limits, pool, live, metrics, admission, options.source, mirror, shadow, options.handover
+    )
 
 
 def serve(options: Options, host: str, port: int) -> None:
@@ -119,10 +122,10 @@ def warnings(proxy: Proxy, host: str) -> Sequence[str]:
         if engine.rerouted.lower == 1.0:
             found.append(f"{engine.name} may answer nothing")
         late = [r.slice for r in engine.rules if r.level == "decode"]
-        if late:
+        if late and not proxy.handover:
             found.append(
                 f"{', '.join(late)} is known in decode only: requests that it could hold go to "
-                "the reference whole"
+                "the reference whole; with --handover it takes over at the first such token"
             )
     return found
 
