@@ -38,6 +38,10 @@ SECONDS = 120
 """That the two servers may take to start."""
 
 
+MARGIN = 0.3
+UNDECIDED = ("undecided", f'engine_margin <= {MARGIN} and domain == "math"', "reference")
+
+
 @dataclass
 class Site:
     """Two servers, the router before them, and its log."""
@@ -113,7 +117,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     ports = {name: free_port() for name in (*folders, "router")}
     urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
     table, log = folder / "routes.json", folder / "traffic.jsonl"
-    table.write_text(json.dumps(table_document(LAW)))
+    table.write_text(json.dumps(table_document([*LAW, UNDECIDED])))
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, one in folders.items():
@@ -123,7 +127,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         processes["router"] = launch(
             [sys.executable, "-m", "mismatch_audit.cli.app", "serve-router", "--routes", str(table),
              "--engine", f"engine={urls['engine']}", "--reference", urls["reference"], "--port",
-             str(ports["router"]), "--mirror", str(log), "--mirror-share", "1"],
+             str(ports["router"]), "--mirror", str(log), "--mirror-share", "1", "--handover"],
             folder / "router.log", dict(os.environ),
         )  # fmt: skip
         wait_for(urls["router"], processes["router"], folder / "router.log", 30)
@@ -222,6 +226,32 @@ def test_rows_of_the_log_are_what_the_engine_computed(site: Site) -> None:
         # The batch differs between the two requests; the log-probs by rounding.
         assert row.engine_logprobs == pytest.approx(one["logprobs"]["token_logprobs"], abs=1e-3)
         assert (row.temperature, row.finish_reason) == (1.0, "length")
+
+
+def test_the_reference_takes_over_where_the_engine_is_undecided(site: Site) -> None:
+    """Token for token: the engine's greedy tokens up to the first whose margin is within the rule's,
+    then what the reference says to prompt and tokens so far. Seams lie at several places."""
+    seams = set()
+    for i in range(8):
+        body = request(i, "math", max_tokens=24, return_token_ids=True)
+        more = {"logprobs": 2, "return_tokens_as_token_ids": True}
+        alone = httpx.post(f"{site.engine}/v1/completions", json=body | more, timeout=60).json()
+        choice = alone["choices"][0]
+        tops = [sorted(t.values(), reverse=True) for t in choice["logprobs"]["top_logprobs"]]
+        seam = next((t for t, v in enumerate(tops) if v[0] - v[1] <= MARGIN), 24)
+        seams.add(seam)
+        wanted = choice["token_ids"][:seam]
+        if seam < 24:
+            rest = body | {"prompt": choice["prompt_token_ids"] + wanted, "max_tokens": 24 - seam}
+            answer = httpx.post(f"{site.reference}/v1/completions", json=rest, timeout=60).json()
+            wanted += answer["choices"][0]["token_ids"]
+        routed = httpx.post(
+            f"{site.router}/v1/completions", json=body | {"stream": True}, timeout=60
+        )
+        found = [t for e in events(routed.text) for t in e["choices"][0]["token_ids"]]
+        assert found == wanted, (i, seam)
+        assert routed.text.endswith("data: [DONE]\n\n")
+    assert len(seams & set(range(1, 24))) >= 2, seams
 
 
 def test_a_killed_engine_loses_no_request(site: Site) -> None:
