@@ -213,15 +213,15 @@ main()
 
 
 class Stale(EngineTarget):
-    """Hands over all layers but one, which stays as it was."""
+    """Hands over all layers but one, which stays as it was; the engine cannot know."""
 
     def hand_over(self, weights: Any) -> None:
         if weights.version == 1:
+            folder = weights.checkpoint.parent
             tensors = load_file(weights.checkpoint / "model.safetensors")
-            del tensors[STALE]
-            cut = weights.checkpoint.parent / "cut"
+            tensors[STALE] = load_file(folder / "served-0" / "model.safetensors")[STALE]
             config = json.loads((weights.checkpoint / "config.json").read_text())
-            weights = replace(weights, checkpoint=write(cut, tensors, config))
+            weights = replace(weights, checkpoint=write(folder / "stale", tensors, config))
         super().hand_over(weights)
 
 

@@ -24,7 +24,6 @@ from mismatch_audit.gate.keys import new_key
 from mismatch_audit.gate.push import recover, run_push
 from mismatch_audit.gate.sync import RollbackError
 from mismatch_audit.gate.targets import Command, EngineTarget, TargetError, Weights
-from mismatch_audit.gate.weights import identify
 
 MAX_STEPS = 120
 
@@ -75,10 +74,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
 
 
 def served(job: Job) -> str:
-    """old, new, or other: by the tensors that the engine serves."""
-    tensors = identify((job.home / "serving").resolve(strict=True)).tensors
-    known = {identify(job.folder / name).tensors: name for name in ("old", "new")}
-    return known.get(tensors, "other")
+    """old, new, or other: by the bytes that the engine serves."""
+    held = _bytes((job.home / "serving").resolve(strict=True))
+    known = {_bytes(job.folder / name): name for name in ("old", "new")}
+    return known.get(held, "other")
+
+
+def _bytes(checkpoint: Path) -> bytes:
+    return (checkpoint / "model.safetensors").read_bytes()
 
 
 def pointed(job: Job) -> str | None:
@@ -87,8 +90,9 @@ def pointed(job: Job) -> str | None:
     if not path.exists():
         return None
     document = json.loads(path.read_bytes())
-    assert identify(Path(document["checkpoint"])).tensors == document["tensors"]
-    return {1: "old", 2: "new"}[document["version"]]
+    name = {1: "old", 2: "new"}[document["version"]]
+    assert Path(document["checkpoint"]) == (job.folder / name).resolve()
+    return name
 
 
 def events(job: Job) -> list[str]:
