@@ -38,7 +38,7 @@ SECONDS = 120
 """That the two servers may take to start."""
 
 
-MARGIN = 0.3
+MARGIN = 0.1
 UNDECIDED = ("undecided", f'engine_margin <= {MARGIN} and domain == "math"', "reference")
 
 
@@ -229,7 +229,7 @@ def test_rows_of_the_log_are_what_the_engine_computed(site: Site) -> None:
 
 
 def test_the_reference_takes_over_where_the_engine_is_undecided(site: Site) -> None:
-    """Token for token: the engine's greedy tokens up to the first whose margin is within the rule's,
+    """Token for token: the engine's greedy tokens up to the first with a margin that the rule names,
     then what the reference says to prompt and tokens so far. Seams lie at several places."""
     seams = set()
     for i in range(8):
