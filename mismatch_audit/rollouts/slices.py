@@ -171,8 +171,9 @@ def _codes(
 def _levels(values: Values, batch: TokenBatch, per_token: bool) -> tuple[Array, list[Any]]:
     """One group per value that the batch has."""
     if values.labels is not None:
-        codes = np.where(values.null, NULL, values.values)
-        levels: list[Any] = list(values.labels)
+        used = np.unique(values.values[~values.null])
+        codes = np.where(values.null, NULL, np.searchsorted(used, values.values))
+        levels: list[Any] = [values.labels[i] for i in used]
     elif values.values.dtype.kind in "biu":
         codes, levels = _small_integers(values)
     else:
@@ -279,11 +280,17 @@ def _ranges(one: Definition, numbers: dict[int, int], most: int = 32) -> list[Fo
 
 def _label(spec: SliceDefinition, key: tuple[Any, ...]) -> str:
     by = spec.by or ()
-    labels = [f"{c}={value_label(v)}" for c, v in zip(by, key[: len(by)], strict=True)]
+    labels = [f"{c}={value_label(_number(v))}" for c, v in zip(by, key[: len(by)], strict=True)]
     for (name, edges), index in zip((spec.bins or {}).items(), key[len(by) :], strict=True):
         low, high = (to_text(Number(e)) for e in edges[int(index) : int(index) + 2])
         labels.append(f"{name}[{low},{high}{']' if index == len(edges) - 2 else ')'}")
     return ",".join(labels)
+
+
+def _number(value: Any) -> Any:
+    """Whole numbers as a token table holds them, so that they are written alike."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if whole else value
 
 
 def why_absent(one: Definition, lacks: Mapping[str, str]) -> str:
