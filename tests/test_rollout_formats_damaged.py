@@ -3,10 +3,12 @@ and the sequence in it, and never a traceback or a silently shorter table."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
 import shutil
 import sqlite3
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,21 @@ from conftest import SAMPLES
 
 from mismatch_audit.rollouts.formats import drain, open_sources
 
-DUMPS = SAMPLES / "rollouts"
+_spec = importlib.util.spec_from_file_location("make_dumps", SAMPLES / "rollouts" / "make.py")
+assert _spec is not None
+assert _spec.loader is not None
+make = importlib.util.module_from_spec(_spec)
+sys.modules["make_dumps"] = make
+_spec.loader.exec_module(make)
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample dumps with six sequences a step."""
+    folder = tmp_path_factory.mktemp("dumps")
+    for name in ("openrlhf", "slime", "prime-rl"):
+        make.WRITERS[name](folder / name, make.sequences())
+    return folder
 
 
 def read(path: Path) -> tuple[int, list[str]]:
@@ -58,11 +74,11 @@ EXPERIENCE: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", EXPERIENCE)
-def test_arrays_that_do_not_fit_are_named(name: str, tmp_path: Path) -> None:
+def test_arrays_that_do_not_fit_are_named(name: str, dumps: Path, tmp_path: Path) -> None:
     """The other file of the folder is read all the same."""
     change, says = EXPERIENCE[name]
-    shutil.copy(DUMPS / "openrlhf/experience_step2_rank0.pt", tmp_path)
-    source = DUMPS / "openrlhf/experience_step1_rank0.pt"
+    shutil.copy(dumps / "openrlhf/experience_step2_rank0.pt", tmp_path)
+    source = dumps / "openrlhf/experience_step1_rank0.pt"
     changed(source, tmp_path / "experience_step1_rank0.pt", change)
     n, problems = read(tmp_path)
     assert n == 6
@@ -91,11 +107,11 @@ ROLLOUT: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ROLLOUT)
-def test_a_wrong_sample_of_slime_is_named(name: str, tmp_path: Path) -> None:
+def test_a_wrong_sample_of_slime_is_named(name: str, dumps: Path, tmp_path: Path) -> None:
     change, says = ROLLOUT[name]
     (tmp_path / "rollout_data").mkdir()
-    changed(DUMPS / "slime/rollout_data/1.pt", tmp_path / "rollout_data/1.pt", change)
-    shutil.copy(DUMPS / "slime/rollout_data/2.pt", tmp_path / "rollout_data/2.pt")
+    changed(dumps / "slime/rollout_data/1.pt", tmp_path / "rollout_data/1.pt", change)
+    shutil.copy(dumps / "slime/rollout_data/2.pt", tmp_path / "rollout_data/2.pt")
     n, problems = read(tmp_path)
     assert n == (6 if name == "no samples" else 8)
     assert len(problems) == 1
@@ -132,7 +148,7 @@ def test_a_wrong_tensor_of_skyrl_is_named(blob: Any, says: str, tmp_path: Path) 
     ],
 )
 def test_a_damaged_token_record_is_named(statement: str, says: str, tmp_path: Path) -> None:
-    shutil.copy(DUMPS / "martingale/tokens.db", tmp_path)
+    shutil.copy(SAMPLES / "rollouts/martingale/tokens.db", tmp_path)
     with sqlite3.connect(tmp_path / "tokens.db") as database:
         database.execute(statement)
     database.close()
@@ -144,7 +160,7 @@ def test_a_damaged_token_record_is_named(statement: str, says: str, tmp_path: Pa
 
 def test_a_token_record_is_not_written_to(tmp_path: Path) -> None:
     """A record may be the evidence of something; reading leaves its bytes and no side files."""
-    shutil.copy(DUMPS / "martingale/tokens.db", tmp_path)
+    shutil.copy(SAMPLES / "rollouts/martingale/tokens.db", tmp_path)
     before = (tmp_path / "tokens.db").read_bytes()
     assert read(tmp_path) == (12, [])
     assert (tmp_path / "tokens.db").read_bytes() == before
@@ -160,10 +176,10 @@ def test_a_stream_whose_log_probs_do_not_match_its_targets_is_refused(tmp_path: 
     assert "logprobs has 1 values for 2 target tokens" in problems[0]
 
 
-def test_two_runs_in_one_folder_are_two_sources(tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_are_two_sources(dumps: Path, tmp_path: Path) -> None:
     """Their steps and ranks have the same numbers; as one source the ids would clash."""
     for run in ("a", "b"):
-        shutil.copytree(DUMPS / "prime-rl", tmp_path / run)
+        shutil.copytree(dumps / "prime-rl", tmp_path / run)
     sources, _ = open_sources([tmp_path])
     assert len(sources) == 2
     assert read(tmp_path) == (24, [])

@@ -101,8 +101,7 @@ def test_a_dump_comes_back_as_it_was_sampled(name: str, dumps: Path, tmp_path: P
         if name != "pipeline-rl":  # its stream names no step
             assert row["step"] == (s.step if name != "martingale" else s.version)
     groups = {row["group_id"] for row in rows.values()}
-    # Prompts differ between the steps; uids of verl and group indices of slime repeat.
-    assert len(groups) == (3 if name in ("verl", "slime") else 6)
+    assert len(groups) == 6
     assert len({row["sample_id"] for row in rows.values()}) == len(TRUTH)
 
 

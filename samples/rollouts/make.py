@@ -1,4 +1,4 @@
-"""Make the sample dumps in this folder: the same twelve sequences as each trainer would dump them.
+"""Make the sample dumps in this folder: the same sequences as each trainer would dump them.
 
     python samples/rollouts/make.py [FOLDER]
 
@@ -56,17 +56,17 @@ class Sequence:
         return [outside if before is None else before] * len(self.prompt) + values
 
 
-def sequences() -> list[Sequence]:
-    """Two steps of three prompts with two rollouts each; one rollout holds a tool's answer."""
+def sequences(prompts: int = 3) -> list[Sequence]:
+    """Two steps of some prompts with two rollouts each; one rollout holds a tool's answer."""
     random = np.random.default_rng(20)
     made = []
     for step in (1, 2):
-        for group in range(3):
+        for group in range((step - 1) * prompts, step * prompts):
             prompt = random.integers(5, 40_000, size=int(random.integers(3, 7))).tolist()
             for number in range(2):
                 n = int(random.integers(4, 10))
                 sampled = [True] * n
-                if (step, group, number) == (2, 1, 0):
+                if (step, group, number) == (2, prompts, 0):
                     sampled[2] = sampled[3] = False
                 q = np.log(random.uniform(0.05, 0.99, n)).astype(np.float32)
                 p = (q + random.normal(0, 0.02, n).astype(np.float32)).clip(max=0)
@@ -114,7 +114,8 @@ def plain(folder: Path, made: list[Sequence]) -> None:
     ]  # fmt: skip
     schema = pa.schema([field for field in sequence_schema() if field.name in rows[0]])
     table = pa.Table.from_pylist(rows, schema=schema)
-    header = json.dumps({"framework": "sample", "trainer_dtype": "float32"}).encode()
+    dtypes = {"trainer_dtype": "float32", "engine_dtype": "bfloat16"}
+    header = json.dumps({"framework": "sample", **dtypes}).encode()
     pq.write_table(table.replace_schema_metadata({HEADER_KEY: header}), folder / "rollouts.parquet")
 
 
@@ -500,7 +501,7 @@ def main() -> None:
     for name, write in WRITERS.items():
         shutil.rmtree(target / name, ignore_errors=True)
         try:
-            write(target / name, sequences())
+            write(target / name, sequences(3 if name == "martingale" else 34))
         except ImportError as error:
             print(f"{name}: left out ({error})")
 

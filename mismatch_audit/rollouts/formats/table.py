@@ -75,7 +75,8 @@ class _Table:
         if sample is None or sample == "":
             raise ValueError("has no sample_id")
         sample = str(sample)
-        if sample in self._seen:
+        key = _key(sample, row.get("turn_index"))
+        if key in self._seen:
             raise ValueError(f"sample id {sample!r} appears twice")
         if row.get("token_ids") is None:
             raise ValueError("has no token_ids")
@@ -97,7 +98,7 @@ class _Table:
                 clean[name] = values
             else:
                 clean[name] = scalar(name, value)
-        self._seen.add(sample)
+        self._seen.add(key)
         return clean
 
     def take(self) -> TokenBatch:
@@ -116,6 +117,11 @@ class _Table:
         self.given += self.rows
         self._clear()
         return batch
+
+
+def _key(sample: str, turns: Any) -> str:
+    """What no two rows may share: rows of one sample are its turns, where they are numbered."""
+    return sample if turns is None or not len(turns) else f"{sample}\0{turns[-1]}"
 
 
 def _list_array(name: str, lists: list[Array | None]) -> Any:
