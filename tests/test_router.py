@@ -854,6 +854,18 @@ def test_options(tmp_path: Path) -> None:
         assert isinstance(done.exception, InputError), extra
 
 
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    import importlib.util
+
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "aiohttp" else there(name)
+    )
+    done = CliRunner().invoke(cli, ["serve-router", "--routes", "x", "--reference", "http://h"])
+    assert isinstance(done.exception, InputError)
+    assert "pip install" in str(done.exception)
+
+
 def test_the_command_says_when_its_port_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "routes.json"
     path.write_text(json.dumps(table_document(LAW)))

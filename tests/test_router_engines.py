@@ -229,8 +229,8 @@ def test_rows_of_the_log_are_what_the_engine_computed(site: Site) -> None:
 
 
 def test_the_reference_takes_over_where_the_engine_is_undecided(site: Site) -> None:
-    """Token for token: the engine's greedy tokens up to the first with a margin that the rule names,
-    then what the reference says to prompt and tokens so far. Seams lie at several places."""
+    """Token for token: the engine's greedy tokens up to the first whose margin the rule names, then
+    what the reference says to prompt and tokens so far. Seams lie at several places."""
     seams = set()
     for i in range(8):
         body = request(i, "math", max_tokens=24, return_token_ids=True)

@@ -257,6 +257,8 @@ def test_a_request_is_judged_before_its_tokens_soundly(
         ("1 / level > 0", {"level": 0}, None),
         ("abs(level - 4) < 1", {"level": 3.5}, True),
         ("level == 2", {"level": float("nan")}, None),
+        ("level > 2", {"level": 10**400}, None),
+        ("level > 2", {"level": float("inf")}, True),
     ],
 )
 def test_what_a_request_does_not_show_is_unknown(

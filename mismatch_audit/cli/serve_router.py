@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+PACKAGES = ("starlette", "uvicorn", "aiohttp", "prometheus_client")
+
 
 def serve_router(
     routes: Annotated[Path, typer.Option(help="Table written by `audit routes`.")],
@@ -73,9 +75,16 @@ def serve_router(
 
     SIGHUP, or a change of the file, reads the table again; a bad one leaves the old in force.
     """
+    from importlib.util import find_spec
     from typing import get_args
 
     from kernel_contracts.errors import InputError
+
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"the router needs {', '.join(missing)}", fix=f"pip install {' '.join(PACKAGES)}"
+        )
     from mismatch_audit.monitor.traffic import TrafficStage
     from mismatch_audit.routing.proxy.backends import checked_url
     from mismatch_audit.routing.proxy.facts import Source

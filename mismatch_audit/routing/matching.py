@@ -58,7 +58,10 @@ class Facts:
             found = self.metadata.get(name)
         if isinstance(found, bool) or found is None or isinstance(found, str):
             return found
-        number = float(found)
+        try:
+            number = float(found)
+        except OverflowError:  # a whole number of 400 digits
+            return None
         return None if math.isnan(number) else (number, number)
 
 

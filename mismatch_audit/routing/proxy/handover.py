@@ -64,7 +64,7 @@ class Handover:
             **self.asked.document, "return_token_ids": True, "logprobs": 2,
             "return_tokens_as_token_ids": True,
         }  # fmt: skip
-        return _bytes(changed)
+        return json.dumps(changed).encode()
 
     def reference_body(self) -> bytes:
         """The rest: the prompt and the settled tokens as ids, fewer tokens to go."""
@@ -73,7 +73,7 @@ class Handover:
             **self.asked.document, "prompt": self.prompt + self.tokens[: self.settled],
             "max_tokens": budget - self.settled, "add_special_tokens": False,
         }  # fmt: skip
-        return _bytes(changed)
+        return json.dumps(changed).encode()
 
     def engine_events(self, block: bytes) -> bytes:
         """What the client may get of a block. Sets ``slice`` at the first token that a rule keeps

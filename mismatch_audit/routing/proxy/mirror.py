@@ -155,7 +155,7 @@ class Capture:
             changed.pop("stream_options", None)
         if not self.logprobs_asked:
             changed["logprobs"] = True if self.asked.kind == "chat" else 0
-        return json.dumps(changed, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return json.dumps(changed).encode()  # ASCII: half a surrogate pair stays an escape
 
     def stream(self, block: bytes) -> bytes:
         """A block of events: collected, and as the client gets it."""
