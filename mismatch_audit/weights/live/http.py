@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,6 +143,15 @@ class HttpEngine(ExtensionEngine):
         found = _HITS.findall(text) if status == 200 else []
         return round(sum(float(value) for value in found)) if found else None
 
+    def _counted_since(self, before: int) -> int | None:
+        """Hits since then. The server counts a moment after it answers: ask again before "none"."""
+        for pause in (0.0, 0.1, 0.3):
+            time.sleep(pause)
+            after = self._hits()
+            if after is None or after > before:
+                break
+        return after - before if after is not None else None
+
     def next_tokens(
         self, prompts: Sequence[Sequence[int]], *, use_cache: bool = True
     ) -> list[NextToken]:
@@ -155,8 +165,7 @@ class HttpEngine(ExtensionEngine):
             details = choice["usage"].get("prompt_tokens_details") or {}
             cached = details.get("cached_tokens")
             if cached is None and before is not None:
-                after = self._hits()
-                cached = after - before if after is not None else None
+                cached = self._counted_since(before)
             top = choice["logprobs"]["top_logprobs"][0]
             tokens.append(
                 NextToken(
