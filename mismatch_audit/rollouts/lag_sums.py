@@ -94,9 +94,10 @@ class LagSums:
     def tokens(self) -> int:
         return int(self.table[:, 0].sum())
 
-    def add(self, tokens: TokenView, lag: Array, known: Array, d: Array) -> None:
-        """lag, known, d: ``[M]`` of the view's comparable tokens."""
-        self.by_token |= tokens.has("token_version")
+    def add(self, tokens: TokenView, lag: Array, known: Array) -> None:
+        """lag, known: ``[M]`` of the view's comparable tokens."""
+        by_token = tokens.has("token_version")
+        self.by_token |= by_token
         at = self.index(lag)
         if not known.all():
             at = np.where(known, at, self.SIZE)  # a row of its own, dropped below
@@ -104,17 +105,36 @@ class LagSums:
         gap = r - 1.0
         away = np.abs(gap)
         outside = away > self.clip
-        columns = [None, d, size, gap - d, 0.5 * away, r, r * r, outside]
-        columns += list(self._gated(tokens, gap, outside))
+        gated, advantages = self._gated(tokens, gap, outside)
+        if by_token:
+            owner, count = at, np.ones(len(at))
+            columns = [count, tokens.d, size, gap - tokens.d, 0.5 * away, r, r * r, outside]
+            columns += [gated, advantages]
+        else:  # one lag a sequence: sums a sequence, most of which other checks have worked out
+            owner = np.full(len(tokens.n), self.SIZE)
+            owner[tokens.n > 0] = at[tokens.last]
+            columns = [tokens.n, tokens.sum_d, tokens.sum_abs, tokens.sum_k3]
+            columns += [0.5 * tokens.sums(away), tokens.sum_ratio]
+            columns += [tokens.sums(v) for v in (r * r, outside, gated, advantages)]
         for k, values in enumerate(columns):
-            self.table[:, k] += np.bincount(at, values, self.SIZE + 1)[: self.SIZE]
-        with np.errstate(divide="ignore"):
-            octave = np.log2(size.astype(np.float32))
-        bins = np.clip((octave - LOWEST) * PER_OCTAVE, 0, PER_OCTAVE * OCTAVES - 1)
-        width = PER_OCTAVE * OCTAVES
-        flat = np.bincount(at * width + bins.astype(np.int64), None, (self.SIZE + 1) * width)
-        self.histogram += flat[: self.SIZE * width].reshape(self.SIZE, width)
+            self.table[:, k] += np.bincount(owner, values, self.SIZE + 1)[: self.SIZE]
+        self._histogram(at, size)
         self._lengths(tokens, lag, known)
+
+    def _histogram(self, at: Array, size: Array) -> None:
+        bins = size.astype(np.float32)
+        with np.errstate(divide="ignore"):
+            np.log2(bins, out=bins)
+        bins -= LOWEST
+        bins *= PER_OCTAVE
+        width = PER_OCTAVE * OCTAVES
+        whole = np.clip(bins, 0, width - 1, out=bins).astype(np.int64)
+        if len(at) and at[0] == at[-1] and bool((at == at[0]).all()):
+            if at[0] < self.SIZE:
+                self.histogram[at[0]] += np.bincount(whole, None, width)
+            return
+        flat = np.bincount(at * width + whole, None, (self.SIZE + 1) * width)
+        self.histogram += flat[: self.SIZE * width].reshape(self.SIZE, width)
 
     def _gated(self, tokens: TokenView, gap: Array, outside: Array) -> tuple[Array, Array]:
         """Tokens whose gradient a PPO clip removes: ratio too high and A > 0, or too low and A < 0;

@@ -72,20 +72,21 @@ class Staleness:
             self.unknown += len(tokens.where)
             return
         self.unknown += int((~known).sum())
-        self.lags.add(tokens, lag, known, tokens.d)
+        self.lags.add(tokens, lag, known)
         if tokens.has("rescore_logprob"):
             self._split(tokens, lag, known)
         self._sequences(tokens)
 
     def _split(self, tokens: TokenView, lag: Array, known: Array) -> None:
-        rescore = tokens.pack("rescore_logprob").astype(np.float64)
+        rescore = tokens.pack("rescore_logprob")
         use = known & np.isfinite(rescore)
-        self.rescored += int(use.sum())
-        error = np.clip(tokens.trainer - rescore, -LOG_RATIO_CAP, LOG_RATIO_CAP)
-        moved = np.clip(rescore - tokens.sampler, -LOG_RATIO_CAP, LOG_RATIO_CAP)
-        at = LagSums.index(lag[use])
-        e, m = error[use], moved[use]
-        for k, values in enumerate((np.ones_like(e), np.abs(e), np.abs(m), e * e, m * m)):
+        e = np.clip(tokens.trainer - rescore, -LOG_RATIO_CAP, LOG_RATIO_CAP)
+        m = np.clip(rescore - tokens.sampler, -LOG_RATIO_CAP, LOG_RATIO_CAP)
+        at = LagSums.index(lag)
+        if not use.all():
+            at, e, m = at[use], e[use], m[use]
+        self.rescored += len(at)
+        for k, values in enumerate((None, np.abs(e), np.abs(m), e * e, m * m)):
             self.cross[:, k] += np.bincount(at, values, LagSums.SIZE)
 
     def _sequences(self, tokens: TokenView) -> None:

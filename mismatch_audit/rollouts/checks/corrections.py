@@ -28,19 +28,20 @@ class AppliedWeights(SampleCheck):
     def __init__(self, sample: Sample) -> None:
         super().__init__(sample)
         self.applied, self.raw = Strata(), Strata()
-        self.zeros = 0.0
-        self.tokens = 0
+        self.zeros = self.tokens = 0
 
     def see(self, tokens: TokenView) -> None:
         super().see(tokens)
-        w = tokens.pack("applied_weight").astype(np.float64)
+        w = tokens.pack("applied_weight")
         known = np.isfinite(w)
-        w = np.where(known, w, 0.0)
-        n = tokens.sums(known)
+        n, raw = tokens.n, tokens.sum_ratio
+        self.zeros += int(np.count_nonzero(w == 0))
+        if not known.all():
+            w[~known] = 0.0
+            n, raw = tokens.sums(known), tokens.sums(tokens.ratio * known)
         zero = np.zeros(len(n), dtype=np.int64)
         self.applied.add(zero, tokens.clusters, n, tokens.sums(w))
-        self.raw.add(zero, tokens.clusters, n, tokens.sums(tokens.ratio * known))
-        self.zeros += float((known & (w == 0)).sum())
+        self.raw.add(zero, tokens.clusters, n, raw)
         self.tokens += int(n.sum())
 
     def judge(self, header: Header) -> list[CheckResult]:

@@ -165,20 +165,24 @@ class TrainerNoise(Streaming):
     def __init__(self) -> None:
         super().__init__()
         self.strata = Strata()
-        self.outside = 0.0
-        self.tokens = self.rows = self.equal = 0
+        self.outside = self.tokens = self.rows = self.equal = 0
 
     def see(self, tokens: TokenView) -> None:
-        gap = tokens.pack("current_logprob").astype(np.float64) - tokens.trainer
+        gap = tokens.pack("current_logprob") - tokens.trainer  # float32: exact 0 stays exact
         known = np.isfinite(gap)
-        size = np.where(known, np.abs(gap), 0.0)
-        n, x = tokens.sums(known), tokens.sums(size)
+        if known.all():
+            n = tokens.n
+        else:
+            gap[~known] = 0.0
+            n = tokens.sums(known)
+        size = np.abs(gap)
+        x = tokens.sums(size)
         self.strata.add(np.zeros(len(n), dtype=np.int64), tokens.clusters, n, x)
         self.tokens += int(n.sum())
         self.rows += int((n > 0).sum())
         self.equal += int(((n > 0) & (x == 0)).sum())
         if len(size) and float(size.max()) > 0.05:
-            self.outside += float((np.abs(np.exp(np.clip(gap, -20, 20)) - 1) > 0.1).sum())
+            self.outside += int(((gap > np.log(1.1)) | (gap < np.log(0.9))).sum())
 
     def judge(self, header: Header) -> list[CheckResult]:
         if not self.tokens:
@@ -214,12 +218,12 @@ class Routing(Streaming):
         if len(where) != len(tokens.where):
             return  # a batch that knows it of some tokens only
         changed = tokens.pack("routing_changed")
-        mean = np.minimum(0.5 * (tokens.sampler + tokens.trainer), -1e-6)
-        doubt = -np.expm1(mean)
-        for key, mask in ((1, changed), (0, ~changed)):
-            code = np.full(len(tokens.n), key)
-            n, x = tokens.sums(doubt * mask), tokens.sums(tokens.abs_d * mask)
-            self.strata.add(code, tokens.clusters, n, x)
+        n, x = tokens.sums(tokens.doubt * changed), tokens.sums(tokens.abs_d * changed)
+        one = np.ones(len(n), dtype=np.int64)
+        self.strata.add(one, tokens.clusters, n, x)
+        left = np.maximum(tokens.sum_doubt - n, 0)
+        left[left < 1e-4 * tokens.sum_doubt] = 0  # what float32 leaves of nothing
+        self.strata.add(0 * one, tokens.clusters, left, np.maximum(tokens.sum_abs - x, 0))
 
     def judge(self, header: Header) -> list[CheckResult]:
         changed, kept = self.strata.mean(1), self.strata.mean(0)

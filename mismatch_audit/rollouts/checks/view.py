@@ -117,8 +117,16 @@ class TokenView:
         the noise. sum|d| over this compares strata of unequal confidence: a harder environment
         has more mismatch per token and not more per doubt.
         """
-        mean = 0.5 * (self.sampler + self.trainer)  # float32: 1e-7 is below any use of it
-        return self.sums(-np.expm1(np.minimum(mean, -1e-6)))
+        return self.sums(self.doubt)
+
+    @cached_property
+    def doubt(self) -> Array:
+        """``[M]`` float32: 1 - sqrt(p q)."""
+        mean = self.sampler + self.trainer
+        mean *= np.float32(0.5)
+        np.minimum(mean, np.float32(-1e-6), out=mean)
+        np.expm1(mean, out=mean)
+        return np.asarray(np.negative(mean, out=mean))
 
     @cached_property
     def sum_k3(self) -> Array:

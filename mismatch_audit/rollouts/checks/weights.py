@@ -58,8 +58,8 @@ class WeightSync(Streaming):
         sampled = segment_sums(batch.sampled, batch.offsets)
         self.missing.add(key, tokens.clusters, sampled, sampled - tokens.n)
         if tokens.has("ref_logprob"):
-            gap = np.abs(tokens.pack("ref_logprob").astype(np.float64) - tokens.trainer)
-            gap[~np.isfinite(gap)] = 0.0
+            gap = np.abs(tokens.pack("ref_logprob") - tokens.trainer)
+            np.nan_to_num(gap, copy=False, nan=0.0, posinf=0.0)
             self.moved.add(key, tokens.clusters, n, tokens.sums(gap))
 
     def judge(self, header: Header) -> list[CheckResult]:
@@ -173,27 +173,32 @@ class InitialModel(Streaming):
         self.versions_known = True
 
     def see(self, tokens: TokenView) -> None:
-        f = tokens.pack("ref_logprob").astype(np.float64) - tokens.trainer
-        e = -tokens.d
-        fresh = np.repeat(tokens.lag == 0, tokens.n.astype(np.int64))
-        use = np.isfinite(f) & fresh
-        # one wild token must not rule the regression
-        f, e = np.clip(np.where(use, f, 0.0), -5, 5), np.clip(np.where(use, e, 0.0), -5, 5)
+        # float32 is ample here; one wild token must not rule the regression
+        f = np.clip(tokens.pack("ref_logprob") - tokens.trainer, -5, 5)
+        e = np.clip(tokens.sampler - tokens.trainer, -5, 5)
+        use = np.isfinite(f)
+        if (tokens.lag != 0).any():
+            use &= np.repeat(tokens.lag == 0, tokens.n.astype(np.int64))
+        count = np.count_nonzero(use)
+        if count < len(use):
+            f[~use] = 0.0
+            e[~use] = 0.0
         product, square = e * f, f * f
         ff, ef = tokens.sums(square), tokens.sums(product)
         zero = np.zeros(len(ff), dtype=np.int64)
         self.share.add(zero, tokens.clusters, ff, ef)
-        # a few wrong trainer log-probs are on both axes: old weights show on the others as well
-        near = (np.abs(e) < self.BULK) & (np.abs(f) < self.BULK)
-        self.bulk.add(
-            zero, tokens.clusters, tokens.sums(square * near), tokens.sums(product * near)
-        )
         self.ff += float(ff.sum())
         self.ef += float(ef.sum())
-        self.ee += float((e * e).sum())
-        self.tokens += float(use.sum())
-        self.to_base += float(np.abs(e - f).sum())
-        self.to_trainer += float(np.abs(e).sum())
+        # a few wrong trainer log-probs are on both axes: old weights show on the others as well
+        far = np.flatnonzero((np.abs(e) >= self.BULK) | (np.abs(f) >= self.BULK))
+        if len(far):
+            product[far] = square[far] = 0.0
+            ff, ef = tokens.sums(square), tokens.sums(product)
+        self.bulk.add(zero, tokens.clusters, ff, ef)
+        self.ee += float(np.dot(e, e))
+        self.tokens += count
+        self.to_base += float(np.abs(e - f).sum(dtype=np.float64))
+        self.to_trainer += float(np.abs(e).sum(dtype=np.float64))
         self.versions_known &= tokens.has("trainer_version")
 
     def judge(self, header: Header) -> list[CheckResult]:
