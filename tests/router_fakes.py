@@ -322,6 +322,11 @@ async def rig(
         path.write_text(json.dumps(table or table_document(LAW)))
         references = urls.pop("reference")
         proxy = build_proxy(Options(path, urls, references, limits, **options))
-        url, _ = await stack.enter_async_context(serving(application(proxy)))
+        url, router = await stack.enter_async_context(serving(application(proxy)))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
-        yield Rig(proxy, {f.name: f for f in found}, client, url, path)
+        try:
+            yield Rig(proxy, {f.name: f for f in found}, client, url, path)
+        finally:
+            for server in (router, *(f.server for f in found)):
+                if server is not None:  # all at once: each takes up to 0.1 s to look
+                    server.should_exit = True
