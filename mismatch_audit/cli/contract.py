@@ -148,6 +148,7 @@ def _show(contract: Contract) -> None:
     from kernel_contracts.contract import SECTIONS
     from kernel_contracts.lint import fewest_prompts
     from kernel_contracts.loading import contract_digest
+    from kernel_contracts.promotion import LIVE_STAGES
 
     console = Console(highlight=False)
     console.print(f"[bold]{contract.name}[/]  sha256:{contract_digest(contract)}")
@@ -176,6 +177,9 @@ def _show(contract: Contract) -> None:
     console.print(clauses)
     for rule in contract.escalation:
         console.print(escape(_rule(rule)))
+    if contract.promotion is not None:
+        for stage in LIVE_STAGES:
+            console.print(escape(f"{stage}: {_stage(contract.promotion.rule(stage))}"))
 
 
 def promise(clause: Any) -> str:
@@ -212,6 +216,14 @@ def _rule(rule: Any) -> str:
     where = f" on {rule.when.slice}" if rule.when.slice else ""
     what = rule.action + (f" {rule.slice}" if rule.slice else "")
     return f"{rule.when.verdict} of {who}{where} -> {what}" + (f" to {rule.to}" if rule.to else "")
+
+
+def _stage(rule: Any) -> str:
+    wanted = [f">= {rule.min_prompts} prompts"]
+    wanted += [f"{rule.min_tokens} tokens"] if rule.min_tokens else []
+    wanted += [f"{rule.min_hours:g} hours"] if rule.min_hours else []
+    clauses = ", ".join(rule.clauses or ("every sampled clause",))
+    return f"{', '.join(wanted)}; {clauses}; a broken promise leads to {rule.on_violation}"
 
 
 def _show_changes(changes: list[Change], old: Contract, new: Contract) -> None:
