@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from kernel_contracts.errors import InputError
 from mismatch_audit.reports.record import load_record
@@ -136,6 +139,38 @@ def test_the_verl_plugin_does_nothing_without_a_contract(monkeypatch: pytest.Mon
     assert module.calculate_debug_metrics is before
     code = "import mismatch_audit.trainers.verl_entry, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+REAL_VERL = """
+import torch
+from verl import DataProto  # loads the plugin
+from verl.utils.debug.metrics import calculate_debug_metrics  # as verl's trainers do afterwards
+
+q = -torch.rand((8, 6))
+ones = torch.ones(8, 6, dtype=torch.long)
+found = calculate_debug_metrics(DataProto.from_dict({
+    "responses": ones, "response_mask": ones, "rollout_log_probs": q, "old_log_probs": q + 0.1}))
+assert found["training/rollout_probs_diff_valid"] == 1
+print(found["mismatch/abs_dlp"])
+"""
+
+
+def test_the_real_verl_calls_the_hook(contract: Any) -> None:
+    """verl itself, with the module loaded the way verl loads plugins: its trainers' function gives
+    our numbers beside its own."""
+    if any(importlib.util.find_spec(name) is None for name in ("verl", "ray")):
+        pytest.skip("pip install verl ray")
+    path = contract("log")
+    environment = {
+        **os.environ, "MISMATCH_AUDIT_CONTRACT": str(path), "VERL_USE_EXTERNAL_PLUGINS": "none",
+        "VERL_USE_EXTERNAL_MODULES": "mismatch_audit.trainers.verl_entry",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", REAL_VERL], env=environment, capture_output=True, text=True,
+        check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout.split()[-1]) == pytest.approx(0.1, rel=1e-5)
 
 
 def test_an_action_that_a_hook_cannot_take_is_refused(
