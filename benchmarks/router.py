@@ -161,7 +161,8 @@ def table_file(folder: Path) -> Path:
     domains = ["arithmetic", "code", "creative", "factual", "instruction", "long", "multilingual"]
     unseen = f"domain not in {json.dumps(domains)}"
     rules = [
-        {"slice": name, "when": when, "to": "reference", "level": "request", "mapping": "exact"}
+        {"slice": name, "when": when, "also": [], "to": "reference", "level": "request",
+         "mapping": "exact"}
         for name, when in (("domain=long", 'domain == "long"'), ("unseen domain", unseen),
                            ("late", "context_length >= 100000"))
     ]  # fmt: skip

@@ -206,7 +206,7 @@ def table_document(
                 "contract": {"name": "test", "digest": "0" * 64},
                 "rerouted": {"lower": 0.0, "upper": 1.0, "basis": "slices"},
                 "rules": [
-                    {"slice": s, "when": when, "to": to, "mapping": "exact",
+                    {"slice": s, "when": when, "to": to, "mapping": "exact", "also": [],
                      "level": "decode" if "engine_margin" in when else "request"}
                     for s, when, to in found
                 ],

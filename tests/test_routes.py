@@ -379,6 +379,28 @@ def test_a_part_that_is_never_known_leaves_its_parent() -> None:
     assert "reference_prob is not known" in made.engines[0].rules[0].reason
 
 
+@pytest.mark.parametrize("by", ["topic", ["topic", "level"]])
+def test_two_hundred_values_take_several_texts(tmp_path: Path, by: Any) -> None:
+    """As many as a definition admits, with long names: the table is written, read and obeyed."""
+    topics = [f"topic number {i} of a long list of topics" for i in range(200)]
+    contract = copy.deepcopy(CONTRACT)
+    contract["slices"] = {"all": {}, "topic": {"by": by}}
+    contract["statistical"] = [{**CONTRACT["statistical"][0], "slices": ["topic"]}]
+    contract["escalation"] = []
+    level = "" if by == "topic" else ",level=1"
+    measured = [fixtures.row(clause="S1", slice=f"topic={t}{level}") for t in topics]
+    made = table(report(measured, contract))
+    save_routes(made, tmp_path / "routes.json")
+    read = load_routes(tmp_path / "routes.json")
+    assert len(read.engines[0].rules[0].also) > 1
+    assert {answers(read, topic=t, level=1) for t in topics} == {"engine"}
+    assert answers(read, topic="another", level=1) == "reference"
+    assert answers(read, level=1) == "reference"
+    long = [fixtures.row(clause="S1", slice=f"topic={'x' * 3000}{level}")]
+    with pytest.raises(InputError, match="too long"):
+        table(report(long, contract))
+
+
 def test_requests_that_may_grow_into_a_slice_fall_back() -> None:
     contract = copy.deepcopy(CONTRACT)
     contract["escalation"].insert(

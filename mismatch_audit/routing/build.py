@@ -9,12 +9,12 @@ from pathlib import Path
 
 from kernel_contracts.contract import Contract
 from kernel_contracts.errors import InputError, NotComparableError
-from kernel_contracts.expressions import Condition, Truth, to_text
+from kernel_contracts.expressions import Condition, Truth
 from kernel_contracts.loading import contract_digest
 from mismatch_audit.reports.record import Record
 from mismatch_audit.routing.approximate import Approximation, outer, simplify
 from mismatch_audit.routing.audited import Audited
-from mismatch_audit.routing.conditions import named, unseen
+from mismatch_audit.routing.conditions import named, texts, unseen
 from mismatch_audit.routing.decide import Decider
 from mismatch_audit.routing.drift import Safety, drift_safety
 from mismatch_audit.routing.features import level_of
@@ -164,8 +164,9 @@ def _rule(name: str, covered: Approximation, to: str, reason: str) -> Rule:
     if covered.dropped:
         reason = f"{reason}; {', '.join(covered.dropped)} is not known at request time"
     level = level_of(covered.condition)
+    when, *also = texts(covered.condition)
     return Rule(
-        slice=name, when=to_text(covered.condition), to=to,
+        slice=name, when=when, also=also, to=to,
         level="decode" if level == "decode" else "request", mapping=covered.mapping,
         reason=reason[:2000],
     )  # fmt: skip
@@ -206,7 +207,7 @@ def _notes(rules: Sequence[Rule], safety: Safety | None) -> list[str]:
     if late := [r.slice for r in rules if r.level == "decode"]:
         found.append(
             f"known in decode only: {', '.join(late)}; a router that does not hand over in the "
-            "middle of a response sends such requests away whole"
+            "middle of a response sends such requests away whole, and so they are counted here"
         )
     return found
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kernel_contracts.contract import Contract
 from kernel_contracts.definitions import SliceDefinition
+from kernel_contracts.errors import InputError
 from kernel_contracts.expressions import (
     Both,
     Column,
@@ -22,8 +23,9 @@ from kernel_contracts.expressions import (
     Number,
     Text,
     Truth,
+    to_text,
 )
-from kernel_contracts.predicates import parse
+from kernel_contracts.predicates import PredicateError, parse
 from mismatch_audit.routing.approximate import simplify
 from mismatch_audit.routing.features import known_when
 
@@ -32,6 +34,11 @@ Literal_ = Number | Text | Truth
 _VALUE = r'("(?:[^"\\]|\\.)*"|[^,"]*)'
 _EDGE = r"(-?[0-9.]+(?:[eE][-+]?[0-9]+)?)"
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\Z")
+
+
+CHUNK = 40
+"""Values of one ``not in``. A condition that is longer than the language admits is written as
+several that must all hold."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +121,34 @@ def unseen(contract: Contract, key: str, seen: list[Named]) -> Condition | None:
     if not combinations:
         return _where(definition)
     if len(by) == 1:
-        items = tuple(c[0] for c in combinations)
-        known: Condition = In(Column(by[0]), items, True)
-        return simplify(Both((_where(definition), known)))
+        items = [c[0] for c in combinations]
+        chunks = [tuple(items[at : at + CHUNK]) for at in range(0, len(items), CHUNK)]
+        unknown = tuple(In(Column(by[0]), chunk, True) for chunk in chunks)
+        return simplify(Both((_where(definition), *unknown)))
     none = tuple(
         Not(Both(tuple(Comparison("==", Column(c), v) for c, v in zip(by, one, strict=True))))
         for one in combinations
     )
     return simplify(Both((_where(definition), *none)))
+
+
+def texts(condition: Condition) -> list[str]:
+    """The condition in the language of ``where``, as texts that must all hold, so that each keeps
+    the language's bounds. Raises InputError when that cannot be done."""
+    whole = to_text(condition)
+    if _fits(whole):
+        return [whole]
+    if not isinstance(condition, Both):
+        raise InputError(
+            f"a slice's condition is too long for a rule: {whole[:80]}...",
+            fix="group by a coarser column in the contract",
+        )
+    return [text for operand in condition.operands for text in texts(operand)]
+
+
+def _fits(text: str) -> bool:
+    try:
+        parse(text)
+    except PredicateError:
+        return False
+    return True

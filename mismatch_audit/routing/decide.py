@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kernel_contracts.predicates import parse
 from mismatch_audit.routing.matching import Facts, Test, compiled
 from mismatch_audit.routing.table import REFERENCE, RoutingTable, Rule
 
@@ -29,7 +28,7 @@ class Decider:
 
     @classmethod
     def of_rules(cls, name: str, rules: Sequence[Rule]) -> Decider:
-        return cls(name, tuple((compiled(parse(rule.when)), rule) for rule in rules))
+        return cls(name, tuple((compiled(rule.condition()), rule) for rule in rules))
 
     def denied(self, facts: Facts) -> Rule | None:
         """The first rule that keeps the request from the engine."""

@@ -56,7 +56,12 @@ def _rules(engine: EngineRoutes) -> Table:
         table.add_column(heading, overflow="fold")
     for rule in engine.rules:
         known = "in decode" if rule.level == "decode" else "before"
-        table.add_row(Text(visible(rule.slice)), Text(visible(rule.when)), known, rule.mapping)
+        table.add_row(
+            Text(visible(rule.slice)),
+            Text(visible(" and ".join([rule.when, *rule.also]))),
+            known,
+            rule.mapping,
+        )
     return table
 
 

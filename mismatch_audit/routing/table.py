@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kernel_contracts.errors import InputError
+from kernel_contracts.expressions import Both, Condition
 from kernel_contracts.predicates import PredicateError, parse
 from mismatch_audit.routing.features import level_of, never_known
 
@@ -22,6 +23,7 @@ REFERENCE: Final = "reference"
 MAX_BYTES = 4 << 20
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+SliceName = Annotated[str, Field(min_length=1, max_length=10_000)]
 EngineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
@@ -63,11 +65,15 @@ class Policy(_Strict):
 class Rule(_Strict):
     """Requests that the engine may not answer."""
 
-    slice: Name
+    slice: SliceName
     """The slice that it covers, as in the report; ``unseen ...`` for what was never measured."""
     when: Annotated[str, Field(min_length=1, max_length=8000)]
     """A condition on metadata, position, context_length (known before the request) and on
     engine_margin and the like (known in decode)."""
+    also: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=8000)]], Field(max_length=500)
+    ]
+    """Further conditions that must hold too; of a slice with more values than one text admits."""
     to: EngineName
     """Who answers instead; the reference where that engine may not either."""
     level: Level
@@ -81,7 +87,7 @@ class Rule(_Strict):
     @model_validator(mode="after")
     def _routable(self) -> Self:
         try:
-            condition = parse(self.when)
+            condition = self.condition()
         except PredicateError as error:
             raise ValueError(f"when: {error.message}") from None
         unknown = never_known(condition)
@@ -91,12 +97,17 @@ class Rule(_Strict):
             raise ValueError(f"level: {self.when!r} is known at the level {level_of(condition)}")
         return self
 
+    def condition(self) -> Condition:
+        """All of it, parsed."""
+        parts = [parse(text) for text in (self.when, *self.also)]
+        return parts[0] if len(parts) == 1 else Both(tuple(parts))
+
 
 class SliceState(_Strict):
     """Where a slice stands. held: it failed and has not yet earned its way back.  passes: audits
     in a row that it passed."""
 
-    slice: Name
+    slice: SliceName
     to: EngineName
     verdict: Verdict
     held: bool
