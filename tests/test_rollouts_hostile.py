@@ -159,6 +159,11 @@ def test_a_file_of_nothing_is_a_problem_and_no_empty_pass(content: bytes, tmp_pa
 
 def test_a_missing_path_and_an_unknown_format_say_so(tmp_path: Path) -> None:
     assert "no such file" in read(tmp_path / "gone")[1][0]
+    assert "File name too long" in read(Path("x" * 5000))[1][0]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "loop" in read(tmp_path / "loop")[1][0]
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "neither a file nor a folder" in read(tmp_path / "pipe.jsonl")[1][0]
     with pytest.raises(InputError, match="did you mean 'prime-rl'"):
         open_sources([tmp_path], "prime_rl")
 

@@ -250,7 +250,8 @@ def as_array(value: Any) -> Array | list[Any]:
         return value
     if isinstance(value, tuple):
         return list(value)
-    raise ValueError(f"a {type(value).__name__} where an array is expected")
+    kind = value.path if isinstance(value, Inert) else type(value).__name__
+    raise ValueError(f"a {kind} where an array is expected")
 
 
 def load_pickle(path: Path) -> Any:

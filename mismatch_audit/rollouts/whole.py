@@ -62,7 +62,7 @@ def audit_rollouts(
         checks=checks,
         progress=progress,
         on_sources=on_sources,
-        **transform,  # type: ignore[arg-type]
+        **transform,
     )
     progress("verdicts", 0, 1)
     record = record_of(audited, started, _now(), max_rows)

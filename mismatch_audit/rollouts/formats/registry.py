@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -80,18 +81,32 @@ def open_sources(
     else:
         opened = []
         for path in paths:
-            try:
+            with _collecting(path, problems):
                 opened += _readers_of(path, problems)
-            except InputError as error:
-                problems.append(Problem(str(path), error))
     for path, chosen in opened:
-        try:
-            if not path.exists():
-                raise InputError("no such file or folder", where=str(path))
+        with _collecting(path, problems):
+            _check_path(path)
             sources.append(chosen.read(path, options))
-        except InputError as error:
-            problems.append(Problem(str(path), error))
     return sources, problems
+
+
+@contextmanager
+def _collecting(path: Path, problems: list[Problem]) -> Iterator[None]:
+    """What is raised about a path becomes a Problem."""
+    try:
+        yield
+    except InputError as error:
+        problems.append(Problem(str(path), error))
+    except OSError as error:  # no permission, a name that is too long, a loop of links
+        reason = error.strerror or str(error)
+        problems.append(Problem(str(path), InputError(f"cannot read: {reason}", where=str(path))))
+
+
+def _check_path(path: Path) -> None:
+    if not path.exists():
+        raise InputError("no such file or folder", where=str(path))
+    if not path.is_dir() and not path.is_file():  # reading a pipe would wait for its writer
+        raise InputError("is neither a file nor a folder", where=str(path))
 
 
 def drain(source: Source, on_problem: Callable[[Problem], None]) -> Iterator[TokenBatch]:
@@ -124,8 +139,7 @@ def explain(path: Path) -> str:
 
 
 def _readers_of(path: Path, problems: list[Problem]) -> list[tuple[Path, Reader]]:
-    if not path.exists():
-        raise InputError("no such file or folder", where=str(path))
+    _check_path(path)
     if path.is_dir():
         found = _in_folder(path, 0, set(), problems)
         if not found and not problems:
