@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import audit
+from in_process import audit
 from promotion_fixtures import BUILD, TEXT, batch, contract, write_report
 
 from mismatch_audit.promotion.store import PromotionStore

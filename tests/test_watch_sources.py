@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, audit
+from conftest import ROOT
+from in_process import audit
 from promotion_fixtures import BUILD, TEXT, WEIGHTS, batch, contract, write_report
 from rich.console import Console
 
