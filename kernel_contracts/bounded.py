@@ -41,7 +41,7 @@ def bounded_mean(
     bounds = mean_bounds(values, **options)  # type: ignore[arg-type]
     p_fail = mean_test(values, limit=limit, side="above", **options).p_value  # type: ignore[arg-type]
     notes, passed = [], bounds.upper <= limit
-    needed, side = prompts_to_decide(values, limit, ceiling, alpha, weights=weights, weight_cap=cap)
+    quiet = 0  # prompts that a tail without a single event still asks for
     if tail is not None:
         above = int(np.sum(values > ceiling))
         share_upper = clopper_pearson(above, len(values), alpha)[1]
@@ -52,9 +52,13 @@ def bounded_mean(
         if share_upper > tail:
             passed = False
             if above == 0:
-                needed = max(needed or 0, zero_failure_n(tail, alpha))
-                side = "PASS"
+                quiet = zero_failure_n(tail, alpha)
     if not passed:
+        needed, side = prompts_to_decide(
+            values, limit, ceiling, alpha, weights=weights, weight_cap=cap
+        )
+        if quiet:
+            needed, side = max(needed or 0, quiet), "PASS"
         if needed is not None and needed > len(values):
             notes.append(f"about {needed - len(values)} more prompts would decide ({side})")
         elif needed is None:

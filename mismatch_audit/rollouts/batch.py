@@ -57,12 +57,19 @@ class TokenBatch:
     @cached_property
     def index_in_sequence(self) -> Array:
         """``[N]`` int32: position in the sequence, prompt included."""
-        return (np.arange(self.n_tokens) - self.spread(self.offsets[:-1])).astype(np.int32)
+        return self._places(np.zeros(self.n_sequences, dtype=np.int32))
 
     @cached_property
     def position(self) -> Array:
         """``[N]`` int32: position in the response; negative in the prompt."""
-        return self.index_in_sequence - self.spread(self.scalar("prompt_len")).astype(np.int32)
+        return self._places(self.scalar("prompt_len"))
+
+    def _places(self, starts: Array) -> Array:
+        from mismatch_audit.rollouts.kernels import positions
+
+        out = np.empty(self.n_tokens, dtype=np.int32)
+        positions(self.offsets, starts, out)
+        return out
 
     def has(self, name: str) -> bool:
         """Whether the column is there and holds at least one value."""

@@ -106,15 +106,15 @@ def sum_sequences(
 
 
 @compiled
-def bin_codes(values: Any, null: Any, edges: Any, out: Any, start: int, stop: int) -> None:
+def bin_codes(values: Any, edges: Any, out: Any, start: int, stop: int) -> None:
     """Which of the intervals [edges[i], edges[i + 1]) a value is in, the last closed on the right;
-    -1 outside, -2 where null. out: int16."""
+    -1 outside, -2 where NaN. out: int16."""
     last = edges.size - 1
     for t in range(start, stop):
-        if null[t]:
+        value = np.float64(values[t])
+        if np.isnan(value):
             out[t] = -2
             continue
-        value = np.float64(values[t])
         if not (value >= edges[0] and value <= edges[last]):
             out[t] = -1
             continue
@@ -122,6 +122,29 @@ def bin_codes(values: Any, null: Any, edges: Any, out: Any, start: int, stop: in
         while code < last - 1 and value >= edges[code + 1]:
             code += 1
         out[t] = code
+
+
+@compiled
+def count_levels(values: Any, null: Any, low: int, counts: Any) -> None:
+    """counts[v - low] += 1 for each value that is not null."""
+    for t in range(values.size):
+        if not null[t]:
+            counts[np.int64(values[t]) - low] += 1
+
+
+@compiled
+def level_codes(values: Any, null: Any, low: int, rank: Any, out: Any) -> None:
+    """out = rank[v - low], -2 where null."""
+    for t in range(values.size):
+        out[t] = -2 if null[t] else rank[np.int64(values[t]) - low]
+
+
+@compiled
+def positions(offsets: Any, starts: Any, out: Any) -> None:
+    """out[t] = place of token t in its sequence, less starts[sequence]. int32 [N]."""
+    for s in range(offsets.size - 1):
+        for t in range(offsets[s], offsets[s + 1]):
+            out[t] = t - offsets[s] - starts[s]
 
 
 @compiled

@@ -21,6 +21,7 @@ from mismatch_audit.rollouts.columns import ALIASES
 from mismatch_audit.rollouts.formats.base import Problem, ReadOptions, Source
 from mismatch_audit.rollouts.judge import thresholds
 from mismatch_audit.rollouts.schema import Header
+from mismatch_audit.rollouts.slices import Codes
 from mismatch_audit.rollouts.stream import Stream
 
 Progress = Callable[[str, int, int], None]
@@ -128,12 +129,12 @@ def audit_sources(
     started, checking, done = perf_counter(), 0.0, 0
     try:
         for read in reads:
-            for item in _ahead(read.source):
+            for item in _ahead(read.source, lambda b: _prepared(stream, transform(b))):
                 if isinstance(item, Problem):
                     read.errors.append(str(item.error))
                     continue
-                batch = transform(item)
-                stream.update(batch)
+                batch, codes = item
+                stream.update(batch, codes)
                 missing.update(batch)
                 began = perf_counter()
                 for check in running:
@@ -152,8 +153,18 @@ def audit_sources(
     return Audited(agreed, stream, reads, unopened, results, missing.shares(), seconds)
 
 
-def _ahead(source: Source, depth: int = 2) -> Iterator[TokenBatch | Problem]:
-    """The source's batches, read by another thread while earlier ones are counted."""
+Prepared = tuple[TokenBatch, Codes | None]
+
+
+def _prepared(stream: Stream, batch: TokenBatch) -> Prepared:
+    return batch, stream.prepare(batch)
+
+
+def _ahead(
+    source: Source, prepare: Callable[[TokenBatch], Prepared], depth: int = 2
+) -> Iterator[Prepared | Problem]:
+    """The source's batches, read and put into groups by another thread while earlier ones are
+    counted and checked: the two take about as long."""
     from mismatch_audit.rollouts.formats import drain
 
     ready: queue.Queue[Any] = queue.Queue(depth)
@@ -170,7 +181,7 @@ def _ahead(source: Source, depth: int = 2) -> Iterator[TokenBatch | Problem]:
     def fill() -> None:
         try:
             for batch in drain(source, put):
-                put(batch)
+                put(prepare(batch))
                 if stopped.is_set():
                     return
             put(None)

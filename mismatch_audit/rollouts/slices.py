@@ -186,7 +186,7 @@ def _levels(values: Values, batch: TokenBatch, per_token: bool) -> tuple[Array, 
 
 
 def _small_integers(values: Values) -> tuple[Array, list[Any]]:
-    numbers = values.values.astype(np.int64)
+    numbers = values.values.view(np.int8) if values.values.dtype == bool else values.values
     seen = numbers[~values.null] if values.null.any() else numbers
     if not len(seen):
         return np.full(len(numbers), NULL), []
@@ -196,10 +196,11 @@ def _small_integers(values: Values) -> tuple[Array, list[Any]]:
         codes = np.full(len(numbers), NULL, dtype=np.int64)
         codes[~values.null] = inverse
         return codes, _python(found, values)
-    count = np.bincount(seen - low)
+    count = np.zeros(high - low + 1, dtype=np.int64)
+    kernels.count_levels(numbers, values.null, low, count)
     rank = np.cumsum(count > 0) - 1
-    codes = rank[np.clip(numbers - low, 0, high - low)]
-    codes[values.null] = NULL
+    codes = np.empty(len(numbers), dtype=np.int16 if values.per_token else np.int32)
+    kernels.level_codes(numbers, values.null, low, rank, codes)
     return codes, _python(np.flatnonzero(count) + low, values)
 
 
@@ -216,7 +217,9 @@ def _bins(
     if values.labels is not None or values.values.dtype == bool:
         raise ContractError("a column of texts or truths has no bins", fix="use `by`")
     codes = np.empty(len(values.values), dtype=np.int16)
-    kernels.bin_codes(values.values, values.null, np.array(edges), codes, 0, len(codes))
+    kernels.bin_codes(values.values, np.array(edges), codes, 0, len(codes))
+    if values.values.dtype.kind in "iu" and values.null.any():
+        codes[values.null] = NULL
     if per_token and not values.per_token:
         codes = batch.spread(codes)
     return codes, [_Bin(i) for i in range(len(edges) - 1)]

@@ -90,13 +90,18 @@ class Stream:
         self._workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
         self._pool = ThreadPoolExecutor(self._workers, "rollouts")
 
-    def update(self, batch: TokenBatch) -> None:
-        """Count a batch in."""
+    def prepare(self, batch: TokenBatch) -> Codes | None:
+        """The batch's groups: may run in another thread than `update`, one batch at a time and in
+        the same order."""
+        return self.plan.codes(batch) if batch.n_tokens else None
+
+    def update(self, batch: TokenBatch, codes: Codes | None = None) -> None:
+        """Count a batch in. codes: of `prepare`, where that was done already."""
         self.sequences += batch.n_sequences
         self.tokens += batch.n_tokens
         if not batch.n_tokens:
             return
-        codes = self.plan.codes(batch)
+        codes = codes or self.plan.codes(batch)
         keys, order, clusters = _clusters(batch)
         sums = np.empty((batch.n_sequences, self.width))
         shares = _shares(batch, order, clusters, self._workers)
