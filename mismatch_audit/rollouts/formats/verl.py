@@ -99,7 +99,7 @@ def _convert(file: Path, loaded: Any) -> Iterator[dict[str, Any]]:
     }
     uids = columns.get("uid")
     names = None if uids is None else list(as_array(uids))
-    for number, row in enumerate(rows(columns, LAYOUT, constants, f"{step}/")):
+    for number, row in enumerate(rows(columns, LAYOUT, constants, f"{step}/{file.stem}/")):
         if names is not None and number < len(names):
             row["group_id"] = str(names[number])
         yield row
