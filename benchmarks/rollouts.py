@@ -1,14 +1,14 @@
 """How fast recorded rollouts are audited, beside two ways of doing part of it.
 
-    python benchmarks/rollouts.py                      # 100 million tokens, some 4 GB in a temp folder
+    python benchmarks/rollouts.py         # 100 million tokens, some 1.6 GB in a temporary folder
     python benchmarks/rollouts.py --tokens 5e6 --jsonl-tokens 1e6
 
-One synthetic log, written in streams: groups of 8 rollouts, lengths log-normal around 500, bf16-like
-noise, every column that the default contract's slices name. Each audit runs in a process of its own
-(its peak memory is the process's). Compared with it on the same rows:
+One synthetic log, written in streams: groups of 8 rollouts, lengths log-normal around 500, noise as
+of bf16, every column that the default contract's slices name. Each audit runs in a process of its
+own, whose peak memory is shown. Compared with it on the same rows:
 
-* ``martingale`` (PyPI), ``martingale doctor``: reads its own JSON ledger; token means, no slices, no
-  intervals;
+* ``martingale`` (PyPI), ``martingale doctor``: reads its own SQLite ledger; token means by lag, no
+  slices, no intervals;
 * a pandas script: explode the lists, group by, mean; the same slices, no intervals, no clustering.
 
 Both are given fewer tokens, since they hold all of them in memory; rates are tokens per second.
@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,15 +49,9 @@ def log(tokens: int, seed: int = 0) -> Iterator[pa.RecordBatch]:
         number = sequence + np.arange(s)
         step = number // 1024
 
-        def per_token(values: np.ndarray, kind: str, at: np.ndarray = offsets) -> pa.Array:
-            return pa.ListArray.from_arrays(pa.array(at), pa.array(values.astype(kind)))
-
-        def logprobs(values: np.ndarray, here: np.ndarray = response) -> pa.Array:
-            return pa.ListArray.from_arrays(
-                pa.array(offsets_now), pa.array(values.astype(np.float32), mask=~here)
-            )
-
-        offsets_now = offsets
+        at = pa.array(offsets)
+        per_token = partial(_per_token, at)
+        logprobs = partial(_logprobs, at, response)
         columns = {
             "step": pa.array(step.astype(np.int32)),
             "sample_id": pa.array([f"s{i}" for i in number]),
@@ -86,6 +79,15 @@ def log(tokens: int, seed: int = 0) -> Iterator[pa.RecordBatch]:
         }
         yield pa.RecordBatch.from_pydict(columns)
         done, sequence = done + n, sequence + s
+
+
+def _per_token(offsets: pa.Array, values: np.ndarray, kind: str) -> pa.Array:
+    return pa.ListArray.from_arrays(offsets, pa.array(values.astype(kind)))
+
+
+def _logprobs(offsets: pa.Array, response: np.ndarray, values: np.ndarray) -> pa.Array:
+    inner = pa.array(values.astype(np.float32), mask=~response)
+    return pa.ListArray.from_arrays(offsets, inner)
 
 
 def write_parquet(path: Path, tokens: int) -> int:
@@ -132,7 +134,7 @@ def ours(path: Path, out: Path, *options: str) -> dict[str, float]:
 
 def pandas_script(path: Path) -> dict[str, float]:
     """What a notebook does: the same means over six of the slices."""
-    code = f'''
+    code = f"""
 import time, resource, numpy as np, pandas as pd
 t = time.perf_counter()
 f = pd.read_parquet({str(path)!r})
@@ -144,13 +146,37 @@ f = f.assign(a=d.abs(), k3=np.expm1(d) - d, m=np.exp(d.abs()))
 for by in ("step", "environment", "finish_reason", "microbatch_rows", "modality", "turn_index"):
     f.groupby(by)[["a", "k3", "m"]].mean()
 print(time.perf_counter() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-'''
+"""
     return _run(code)
 
 
-def martingale_doctor(path: Path, work: Path) -> dict[str, float]:
-    """``martingale``'s own check on the same rows, in its own ledger format."""
-    raise NotImplementedError
+def martingale_doctor(path: Path, work: Path, tokens: int) -> tuple[int, dict[str, float]]:
+    """``martingale doctor`` on the same rows, written into its ledger first (not timed: it hashes
+    every token into a chain, which is another job than reading a log)."""
+    from martingale.record import Recorder, SamplerConfig
+
+    recorder, done = Recorder(work / "ledger"), 0
+    revision = recorder.publish_revision("w" * 64, "t" * 64, SamplerConfig(), step=0).digest
+    for row in pq.ParquetFile(path).iter_batches(batch_size=50):
+        for i, one in enumerate(row.to_pylist()):
+            if done >= tokens:
+                break
+            n, ids = one["prompt_len"], one["token_ids"]
+            with recorder.sequence(0, f"{done}-{i}", ids[:n]) as sequence:
+                for token, q in zip(ids[n:], one["sampler_logprob"][n:], strict=True):
+                    sequence.token(revision, token, q)
+            recorder.score(sequence.record.digest, revision, one["trainer_logprob"][n:])
+            done += len(ids) - n
+    recorder.ledger.close()
+    code = f"""
+import contextlib, io, resource, sys, time
+from martingale.cli import cli
+t = time.perf_counter()
+with contextlib.redirect_stdout(io.StringIO()):
+    cli(["doctor", "--dir", {str(work / "ledger")!r}], standalone_mode=False)
+print(time.perf_counter() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    return done, _run(code)
 
 
 def _run(code: str) -> dict[str, float]:
@@ -164,6 +190,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=1e8)
     parser.add_argument("--jsonl-tokens", type=float, default=1e7)
     parser.add_argument("--others-tokens", type=float, default=2e6)
+    parser.add_argument("--ledger-tokens", type=int, default=100_000, help="for martingale")
     parser.add_argument("--folder", type=Path, help="keep the files here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -183,7 +210,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> None:
     n_json = write_jsonl(jsonl, int(options.jsonl_tokens))
     rows.append(("ours, JSONL", n_json, ours(jsonl, folder / "c", "--exit-zero")))
     rows.append(("pandas script", n_small, pandas_script(small)))
-    rows.append(("martingale doctor", n_small, martingale_doctor(small, folder)))
+    rows.append(("martingale doctor", *martingale_doctor(small, folder, options.ledger_tokens)))
     base = rows[0][1] / rows[0][2]["seconds"]
     print(f"{'':28}{'M tokens':>9}{'seconds':>9}{'M tok/s':>9}{'peak GB':>9}{'ours is':>9}")
     for name, tokens, took in rows:

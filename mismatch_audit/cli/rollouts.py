@@ -35,7 +35,7 @@ def rollouts(
     ] = None,
     rescore: Annotated[
         str | None,
-        typer.Option(help="Score the tokens with this checkpoint where the trainer's side lacks."),
+        typer.Option(help="Checkpoint that scores the tokens where a log has no trainer's side."),
     ] = None,
     prompt_tokens: Annotated[
         int, typer.Option(help="Most tokens a prompt's rollouts can have; token-weighted clauses.")
