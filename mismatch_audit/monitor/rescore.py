@@ -13,7 +13,12 @@ from mismatch_audit.monitor.usable import UNIT_KEY, Fit, unit_of
 from mismatch_audit.settings import ReferenceSettings
 
 if TYPE_CHECKING:
+    from mismatch_audit.programs.base import ScoredSequence
     from mismatch_audit.programs.reference import TransformersReference
+
+ROWS = 1024
+"""Rows whose hidden states wait for one pass of the head: enough for the matmul's full speed, and
+16 MB at a width of 4096."""
 
 NOT_FINITE = "the reference's logits are not finite"
 
@@ -56,9 +61,6 @@ class Rescorer:
         Rows must be usable. Columns: ``reference_logprob, reference_margin, reference_top1,
         reference_top1_logprob, entropy``, nats.
         """
-        import torch
-
-        from mismatch_audit.compare import log_probs_of
         from mismatch_audit.programs.base import Sequence_
 
         sequences = [
@@ -66,18 +68,37 @@ class Rescorer:
             for i, r in enumerate(rows)
         ]
         found: dict[int, dict[str, Numbers]] = {}
-        bad: dict[str, str] = {}
-        head = self.reference.head()
-        for scored in self.reference.score(sequences):
-            index = int(scored.sequence_id)
-            targets = torch.tensor(rows[index].response_token_ids)
-            columns = log_probs_of(scored.hidden, head, targets)
-            values = {n: c.cpu().numpy().astype(np.float64) for n, c in columns.items()}
-            if values["nonfinite"].any():
-                bad[rows[index].request_id] = NOT_FINITE
-            else:
-                found[index] = values
-        return [_row(r, found[i]) for i, r in enumerate(rows) if i in found], bad
+        waiting: list[ScoredSequence] = []
+        for one in self.reference.score(sequences):
+            waiting.append(one)
+            if sum(len(w.hidden) for w in waiting) >= ROWS:
+                found |= self._columns(waiting, rows)
+                waiting = []
+        found |= self._columns(waiting, rows)
+        bad = {r.request_id: NOT_FINITE for i, r in enumerate(rows) if found[i]["nonfinite"].any()}
+        kept = [_row(r, found[i]) for i, r in enumerate(rows) if r.request_id not in bad]
+        return kept, bad
+
+    def _columns(
+        self, scored: Sequence[ScoredSequence], rows: Sequence[TrafficRow]
+    ) -> dict[int, dict[str, Numbers]]:
+        """Index of the row -> its columns."""
+        if not scored:
+            return {}
+        import torch
+
+        from mismatch_audit.compare import log_probs_of
+
+        order = [int(one.sequence_id) for one in scored]
+        targets = torch.tensor([t for i in order for t in rows[i].response_token_ids])
+        hidden = torch.cat([one.hidden for one in scored])
+        columns = log_probs_of(hidden, self.reference.head(), targets)
+        values = {n: c.cpu().numpy().astype(np.float64) for n, c in columns.items()}
+        edges = np.cumsum([0, *(len(rows[i].response_token_ids) for i in order)])
+        return {
+            i: {n: c[edges[at] : edges[at + 1]] for n, c in values.items()}
+            for at, i in enumerate(order)
+        }
 
     def close(self) -> None:
         """Free the weights."""
