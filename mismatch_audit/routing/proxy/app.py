@@ -60,8 +60,8 @@ def _others(proxy: Proxy) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         proxy.session = client_session(proxy.limits)
-        # What is there now stays: a full collection would walk its 54,000 objects, 54 ms of CPU time
-        # in the middle of some request; frozen, they cost nothing.
+        # What is there now stays: a full collection would walk its 54,000 objects, 54 ms of CPU
+        # time in the middle of some request; frozen, they cost nothing.
         gc.collect()
         gc.freeze()
         loop = asyncio.get_running_loop()

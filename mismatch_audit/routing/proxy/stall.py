@@ -1,7 +1,7 @@
 """A limit on waiting that is moved with every piece of a stream, with one timer for the stream.
 
-``asyncio.timeout`` around each piece costs two timers a piece, 10 us of the 60 that relaying one
-takes.
+``asyncio.timeout`` around each wait would make and cancel two timers a piece, beside the 0.1 ms of
+CPU time that relaying one takes.
 """
 
 from __future__ import annotations
