@@ -46,6 +46,7 @@ from mismatch_audit.monitor.traffic import read_traffic
 from mismatch_audit.routing.proxy.backends import checked_url
 from mismatch_audit.routing.proxy.breaker import Breaker
 from mismatch_audit.routing.proxy.facts import parse
+from mismatch_audit.routing.proxy.handover import Handover
 from mismatch_audit.routing.proxy.mirror import MirrorSettings
 from mismatch_audit.routing.proxy.refusal import Refusal
 from mismatch_audit.routing.proxy.serve import Options, build_proxy, read_engines
@@ -770,6 +771,24 @@ def test_the_reference_takes_over_at_the_first_undecided_token(
             assert served(got) == ("engine" if at else "reference")
             await r.until(lambda: engine.active == 0)
             assert r.count("backend_requests") == 0
+
+    run(body)
+
+
+def test_ids_and_usage_at_a_seam(tmp_path: Path) -> None:
+    """A client that asked for ids gets its own prompt's, once, and one count of tokens."""
+
+    async def body() -> None:
+        options = {"table": table_document(UNDECIDED), "handover": True}
+        async with rig(tmp_path, Fake("engine"), **options) as r:
+            margins = [3.0, 3.0, 0.0, 3.0, 3.0, 3.0]
+            got = await r.ask(stream=True, prompt=[7, 8, 9], margins=margins, return_token_ids=True)
+            assert got.content == stream_text(return_token_ids=True)
+            handover = Handover(None, None, settled=2)  # type: ignore[arg-type]
+            handover.asked = parse("/", "completion", b'{"prompt": [1]}', None)
+            event = b'data: {"usage": {"prompt_tokens": 5, "completion_tokens": 4}}\n\n'
+            said = json.loads(handover.reference_events(event).removeprefix(b"data: "))
+            assert said["usage"] == {"prompt_tokens": 3, "completion_tokens": 6}
 
     run(body)
 

@@ -127,6 +127,9 @@ class Handover:
             document = json.loads(data)
             if self.id is not None:
                 document["id"] = self.id
+            for choice in document.get("choices") or []:
+                if "prompt_token_ids" in choice:  # its prompt is not the client's
+                    choice["prompt_token_ids"] = None
             usage = document.get("usage")
             if isinstance(usage, dict):
                 usage["prompt_tokens"] = usage.get("prompt_tokens", 0) - self.settled
