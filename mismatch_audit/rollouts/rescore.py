@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +24,16 @@ from mismatch_audit.rollouts.schema import LISTS, SCALARS, Header, Origin
 if TYPE_CHECKING:
     import torch
 
-    from mismatch_audit.programs.base import Program
+    from mismatch_audit.compare.heads import Head
+    from mismatch_audit.programs.base import Program, ScoredSequence
     from mismatch_audit.rollouts.formats.base import Source
 
 SIDES = ("trainer_logprob", "sampler_logprob", "rescore_logprob", "current_logprob", "ref_logprob")
 
 # Elements of one block of logits: 256 MiB in float32.
 _BLOCK = 64 << 20
+# Tokens that a program is given at once.
+_CALL = 1 << 16
 # Below this an engine is greedy and reports log-probs at temperature 1.
 _GREEDY = 1e-5
 
@@ -79,6 +83,12 @@ class Rescorer:
             self._program = TransformersReference(resolve_model(self.model), settings)
         return self._program
 
+    @cached_property
+    def head(self) -> Head:
+        """Read once: an engine's comes through a file."""
+        head: Head = self.program.head()
+        return head
+
     def score(self, batch: TokenBatch) -> TokenBatch:
         """The batch with ``side`` filled in on sampled tokens of every sequence that has no value
         there; other sequences stay as they are.
@@ -99,21 +109,32 @@ class Rescorer:
         values = batch.tokens(self.side).astype(np.float32).copy()
         sequences = [self._sequence(batch, s) for s in rows]
         temperatures = _temperatures(batch, self.temperature)
-        head = self.program.head()
-        for scored in self.program.score(sequences):
+        for scored in self._scored(sequences):
             s = int(scored.sequence_id)
             end = int(batch.offsets[s + 1])
             at = slice(end - len(scored.hidden), end)
             ids = batch.tokens("token_ids")[at]
-            found = _logprobs(head, scored.hidden, ids, temperatures[at])
+            found = _logprobs(self.head, scored.hidden, ids, temperatures[at])
             values[at] = np.where(needed[at], found, np.nan)
         self.scored += int((~np.isnan(values) & ~present).sum())
         return _with_column(batch, self.side, values)
 
+    def _scored(self, sequences: list[Sequence_]) -> Iterator[ScoredSequence]:
+        """In calls of bounded size: an engine passes the rows of a call through one file."""
+        call: list[Sequence_] = []
+        size = 0
+        for sequence in sequences:
+            if call and size + len(sequence.token_ids) > _CALL:
+                yield from self.program.score(call)
+                call, size = [], 0
+            call.append(sequence)
+            size += len(sequence.token_ids)
+        yield from self.program.score(call)
+
     def _sequence(self, batch: TokenBatch, s: int) -> Sequence_:
         ids = batch.tokens("token_ids")[batch.offsets[s] : batch.offsets[s + 1]]
         where = f"{batch.source}, sequence {batch.scalar('sample_id')[s]!r}"
-        vocabulary = self.program.head().vocab_size
+        vocabulary = self.head.vocab_size
         if int(ids.max()) >= vocabulary:
             raise InputError(
                 f"token {int(ids.max())} is outside the vocabulary of {vocabulary}",
@@ -224,13 +245,11 @@ def _logprobs(head: Any, hidden: torch.Tensor, ids: Array, temperatures: Array) 
 def _with_column(batch: TokenBatch, name: str, values: Array) -> TokenBatch:
     import pyarrow as pa
 
-    ids = batch.records.column("token_ids")
     kind = pa.type_for_alias(LISTS[name])
     inner = pa.array(values, type=kind, mask=np.isnan(values))
     column = pa.ListArray.from_arrays(pa.array(batch.offsets, pa.int32()), inner)
     arrays = {field: batch.records.column(field) for field in batch.records.schema.names}
     arrays[name] = column
-    assert len(column) == len(ids)
     ordered = [n for n in (*SCALARS, *LISTS) if n in arrays]
     records = pa.RecordBatch.from_arrays([arrays[n] for n in ordered], names=ordered)
     return TokenBatch(records, batch.source, batch.first_row)
