@@ -20,7 +20,7 @@ from mismatch_audit.rollouts.checks.turns import classify
 
 
 @pytest.mark.parametrize("kind", CLEAN_KINDS)
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("seed", [11])
 def test_clean_logs_raise_nothing(kind: str, seed: int) -> None:
     """No error and no warning; in the float32 kinds no note either."""
     results = make_log(seed=seed, **CLEAN_KINDS[kind]).results()

@@ -144,9 +144,8 @@ def test_the_fault_leads(
 
 
 def test_length_dependent_ratio_is_noted() -> None:
-    """At bf16 drift the product over a long response leaves [1/2, 2] while each token is fine."""
-    log = make_log(**{**BF16, "engine_noise": 0.09, "max_len": 120, "steps": 2})
-    log = each(lambda i, row: row["token_ids"].__setitem__(0, 0))(log)
+    """The product over a response leaves [1/2, 2] while its geometric mean stays within 10%."""
+    log = make_log(**{**BF16, "engine_noise": 0.3, "max_len": 120, "steps": 2})
     assert "LENGTH_DEPENDENT_RATIO" in found(log.results(), notes=True)
 
 
