@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 from conftest import SAMPLES
 
-from mismatch_audit.rollouts.formats import ReadOptions, drain, explain, open_sources
+from mismatch_audit.rollouts.formats import (
+    READERS,
+    ReadOptions,
+    drain,
+    explain,
+    open_sources,
+    reader,
+)
 from mismatch_audit.rollouts.formats.base import Problem
 
 _spec = importlib.util.spec_from_file_location("make_dumps", SAMPLES / "rollouts" / "make.py")
@@ -137,6 +144,15 @@ def test_slime_with_one_folder_gone_says_what_is_missing(
     else:
         assert "rollout_data/ is missing" in lacks["weights_version_min"]
         assert "weights_version_min" not in rows[0]
+
+
+def test_every_format_is_named_alike_and_documented() -> None:
+    """The registry, the reader, the samples and the page agree on what there is."""
+    page = (SAMPLES.parent / "docs" / "rollout-formats.md").read_text(encoding="utf-8")
+    for name in READERS:
+        assert reader(name).FORMAT == name
+        assert f"`{name}`" in page
+        assert (SAMPLES / "rollouts" / name).is_dir()
 
 
 def test_slime_halves_that_do_not_belong_together_are_refused(dumps: Path, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class Rescorer:
         self.model, self.device, self.dtype, self.side = model, device, dtype, side
         self.temperature, self.token_budget = temperature, token_budget
         self._program: Any = program
+        self._by = "transformers, " + dtype if program is None else "the program given"
         self.scored = 0
         """Tokens filled in so far."""
 
@@ -153,10 +154,9 @@ class Rescorer:
 
     def header(self, header: Header) -> Header:
         """The source's header once its batches are scored: what was filled in, and by what."""
-        name = "the program given" if self._program else f"transformers, {self.dtype}"
         notes = [
             *header.notes,
-            f"{self.side} scored again by {name}, with the weights of {self.model}: of another "
+            f"{self.side} scored again by {self._by}, with the weights of {self.model}: of another "
             "step than the rollout's they read as a mismatch",
             f"scored at the logged temperature; at {self.temperature:g} where none was logged, at "
             "1 where the engine reports raw log-probs",
