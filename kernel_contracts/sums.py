@@ -23,6 +23,7 @@ from kernel_contracts.contract import Contract
 from kernel_contracts.measurement import Measurement
 from kernel_contracts.metrics import Array
 from kernel_contracts.verdict import (
+    Each,
     count_row,
     finished_row,
     judge_views,
@@ -84,6 +85,7 @@ def judge_sums(
     total_rows: int,
     max_rows: int = 0,
     today: date | None = None,
+    each: Each = map,
 ) -> list[Measurement]:
     """Every clause on every slice, as `verdict.judge` does it from a token table.
 
@@ -92,7 +94,7 @@ def judge_sums(
     recorded rollouts: UNOBSERVED.
     """
     views = [_Sums(contract, one, total_rows, max_rows) for one in slices]
-    return judge_views(contract, views, _no_probe, today=today)
+    return judge_views(contract, views, _no_probe, today=today, each=each)
 
 
 def _no_probe(clause: RuntimeClause) -> Measurement:

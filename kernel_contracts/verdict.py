@@ -8,7 +8,7 @@ Holm-corrected over a clause's slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from typing import Protocol
@@ -38,6 +38,10 @@ from kernel_contracts.row_values import (
 )
 from kernel_contracts.slices import Slice, resolve
 from kernel_contracts.vocabulary import GRADIENT_METRICS, METRIC_WORDS
+
+Each = Callable[
+    [Callable[["SliceView"], Measurement], Iterable["SliceView"]], Iterable[Measurement]
+]
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,13 @@ def judge_views(
     runtime: Callable[[RuntimeClause], Measurement],
     *,
     today: date | None = None,
+    each: Each = map,
 ) -> list[Measurement]:
-    """As `judge`, from slices in any form. runtime: judges a clause on the engine's own probes."""
+    """As `judge`, from slices in any form. runtime: judges a clause on the engine's own probes.
+    each: maps over a clause's slices in order; an executor's ``map`` judges them in threads."""
     found: list[Measurement] = []
     for clause in contract.clauses():
-        found += _judge_clause(contract, clause, views, runtime)
+        found += _judge_clause(contract, clause, views, runtime, each)
     definition = {view.name: view.definition for view in views}
     day = today or datetime.now(UTC).date()
     return acknowledge(contract.acknowledge, found, definition, day)
@@ -128,6 +134,7 @@ def _judge_clause(
     clause: Clause,
     views: Sequence[SliceView],
     runtime: Callable[[RuntimeClause], Measurement],
+    each: Each,
 ) -> list[Measurement]:
     section, alpha = contract.section_of(clause), contract.alpha
     asked = (
@@ -143,11 +150,11 @@ def _judge_clause(
     if isinstance(clause, RuntimeClause):
         rows = [runtime(clause)]
     elif isinstance(clause, ObservabilityClause):
-        rows = [view.observability(clause) for view in asked.values()]
+        rows = list(each(lambda view: view.observability(clause), asked.values()))
     elif isinstance(clause, NumericalClause):
-        rows = [view.numerical(clause) for view in asked.values()]
+        rows = list(each(lambda view: view.numerical(clause), asked.values()))
     else:
-        rows = [view.statistical(clause) for view in asked.values()]
+        rows = list(each(lambda view: view.statistical(clause), asked.values()))
     if not rows:
         names = ", ".join(getattr(clause, "slices", ("all",)))
         rows = [unobserved(clause, names, "", "no slice")]

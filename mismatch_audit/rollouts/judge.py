@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +57,11 @@ def judged(
     ]
     both = _without_empty_bins(contract, both)
     views, rows = [view for view, _ in both], [row for _, row in both]
-    return judge_sums(contract, views, total_rows=stream.sampled, max_rows=max_rows), rows
+    with ThreadPoolExecutor(2) as pool:  # numpy lets go of the interpreter on long arrays
+        found = judge_sums(
+            contract, views, total_rows=stream.sampled, max_rows=max_rows, each=pool.map
+        )
+    return found, rows
 
 
 def _without_empty_bins(

@@ -142,9 +142,9 @@ def audit_sources(
                 checking += perf_counter() - began
                 read.sequences += batch.n_sequences
                 read.tokens += batch.n_tokens
-                progress("rollouts", min(done + _guess(read, reads), total), total)
+                progress(_STAGE, _mb(min(done + _guess(read, reads), total)), _mb(total))
             done += read.source.bytes_total
-            progress("rollouts", done, total)
+            progress(_STAGE, _mb(done), _mb(total))
         results = _finish(running, reads)
     except BaseException:
         stream.close()
@@ -152,6 +152,8 @@ def audit_sources(
     seconds = {"read and count": perf_counter() - started - checking, "checks": checking}
     return Audited(agreed, stream, reads, unopened, results, missing.shares(), seconds)
 
+
+_STAGE = "rollouts, MB"
 
 Prepared = tuple[TokenBatch, Codes | None]
 
@@ -198,6 +200,11 @@ def _ahead(
     finally:
         stopped.set()
         reader.join()
+
+
+def _mb(size: int) -> int:
+    """Whole megabytes, at least one: what a progress bar counts."""
+    return max(1, round(size / 1e6))
 
 
 def _guess(read: Read, reads: Sequence[Read]) -> int:

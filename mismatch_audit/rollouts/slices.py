@@ -305,5 +305,5 @@ def why_absent(one: Definition, lacks: Mapping[str, str]) -> str:
         made = sources_of(name)
         reasons = [lacks[c] for c in (name, *made) if c in lacks]
         said = name if name in made else f"{name} (from {', '.join(made)})"
-        parts.append(f"no {said}" + (f": {reasons[0]}" if reasons else ""))
+        parts.append(reasons[0] if reasons else f"no {said}")
     return "; ".join(parts)
