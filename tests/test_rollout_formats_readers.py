@@ -150,7 +150,7 @@ def test_every_format_is_named_alike_and_documented() -> None:
     """The registry, the reader, the samples and the page agree on what there is."""
     page = (SAMPLES.parent / "docs" / "rollout-formats.md").read_text(encoding="utf-8")
     for name in READERS:
-        assert reader(name).FORMAT == name
+        assert name == reader(name).FORMAT
         assert f"`{name}`" in page
         assert (SAMPLES / "rollouts" / name).is_dir()
 
