@@ -155,7 +155,7 @@ class RatioForm(Streaming):
             "share_products_outside_half_to_2": self.product / self.rows,
             "share_geometric_outside_0.9_to_1.1": self.geometric / self.rows,
         }
-        if self.product > 0.5 * self.rows and self.geometric < 0.1 * self.rows:
+        if self.product > 0.5 * self.rows and self.geometric < 0.2 * self.rows:
             return [self.found(f"ESS of sequence weights {ess:.2g} of the rows", [row])]
         return [self.clean(f"ESS of sequence weights {ess:.2g} of the rows", [row])]
 
