@@ -170,6 +170,26 @@ def test_a_wrong_tokenizer_is_named() -> None:
         assert [r.status for r in checks[0].finish(log.header)] == [status]
 
 
+def test_weights_of_one_are_no_clipping() -> None:
+    """A trainer that corrects nothing writes 1 everywhere: nothing was clipped."""
+    log = each(lambda i, row: row.update(applied_weight=np.ones(len(row["token_ids"]))))(
+        make_log(**BF16)
+    )
+    assert found(log.results(), notes=True) == []
+
+
+def test_stop_strings_are_no_unknown_eos() -> None:
+    """Responses that a stop string ends have many last tokens: a note, not an error."""
+
+    def edit(i: int, row: Rows) -> None:
+        if row["finish_reason"] == "stop":
+            row["token_ids"][-1] = 3 + i % 28
+
+    results = each(edit)(make_log(**BF16)).results()
+    assert found(results) == []
+    assert "STOP_WITHOUT_EOS" in found(results, notes=True)
+
+
 def test_partial_shift_is_found() -> None:
     """Every tenth sequence shifted (one worker of ten, say) is enough."""
 

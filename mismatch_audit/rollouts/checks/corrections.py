@@ -28,7 +28,7 @@ class AppliedWeights(SampleCheck):
     def __init__(self, sample: Sample) -> None:
         super().__init__(sample)
         self.applied, self.raw = Strata(), Strata()
-        self.zeros = self.tokens = 0
+        self.zeros = self.ones = self.tokens = 0
 
     def see(self, tokens: TokenView) -> None:
         super().see(tokens)
@@ -36,6 +36,7 @@ class AppliedWeights(SampleCheck):
         known = np.isfinite(w)
         n, raw = tokens.n, tokens.sum_ratio
         self.zeros += int(np.count_nonzero(w == 0))
+        self.ones += int(np.count_nonzero(w == 1))
         if not known.all():
             w[~known] = 0.0
             n, raw = tokens.sums(known), tokens.sums(tokens.ratio * known)
@@ -48,6 +49,8 @@ class AppliedWeights(SampleCheck):
         applied, raw = self.applied.mean(0), self.raw.mean(0)
         if not self.tokens:
             return [self.unobserved(*BOTH, header=header)]
+        if self.ones == self.tokens:
+            return [self.clean("all weights are 1: the loss corrects nothing")]
         kind, altered, rows = self._compare()
         row: dict[str, Any] = {
             "mean_applied_weight": applied.value,
