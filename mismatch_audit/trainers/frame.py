@@ -26,12 +26,13 @@ def columns_of(contract: Contract) -> tuple[str, ...]:
 
 
 def token_frame(batch: TokenBatch, names: Iterable[str] = ()) -> pd.DataFrame:
-    """One row a sampled token of the loss, path ``decode``; log-probs null where unknown.
+    """One row a sampled token of the loss; log-probs null where unknown.
 
-    prompt_id is the group (the sample where there is none), the unit of statistics; sequence its
-    index in the batch. names: further columns. Those that the batch lacks are left out, so that a
-    clause on them is UNOBSERVED and not about nulls. nonfinite counts a token's infinite log-probs;
-    a NaN is a missing one.
+    prompt_id numbers the groups of this batch (the samples where there is no group), the unit of
+    statistics: numbers, as texts take most of the time at a million tokens. sequence: index in the
+    batch. names: further columns. Those that the batch lacks are left out, so that a clause on them
+    is UNOBSERVED and not about nulls. nonfinite counts a token's infinite log-probs; a NaN is a
+    missing one.
     """
     from mismatch_audit.rollouts.columns import column
 
@@ -41,10 +42,9 @@ def token_frame(batch: TokenBatch, names: Iterable[str] = ()) -> pd.DataFrame:
     group = batch.scalar("group_id") if batch.has("group_id") else sample
     group = np.where(pd.isna(group), sample, group)
     data: dict[str, object] = {
-        "prompt_id": group[sequence],
+        "prompt_id": pd.factorize(group)[0][sequence],
         "sequence": sequence,
         "position": batch.position[rows],
-        "path": "decode",
     }
     sides = {"engine_logprob": "sampler_logprob", "reference_logprob": "trainer_logprob"}
     sides = {ours: theirs for ours, theirs in sides.items() if batch.has(theirs)}
@@ -54,6 +54,9 @@ def token_frame(batch: TokenBatch, names: Iterable[str] = ()) -> pd.DataFrame:
         data["nonfinite"] = sum(np.isinf(data[side]).astype(np.int64) for side in sides)  # type: ignore[call-overload]
     for name in names:
         if name in data or name in COMPUTED_COLUMNS:
+            continue
+        if name == "path":  # rollouts are decoded
+            data[name] = np.full(len(sequence), "decode", dtype=object)
             continue
         values = column(batch, name)
         if values is not None:

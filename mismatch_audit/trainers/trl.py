@@ -12,6 +12,7 @@ Instance attributes of the trainer are wrapped, none of its classes; ``audit.det
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -138,7 +139,7 @@ class MismatchAuditCallback(TrainerCallback):
             output = self._original(inputs)
         if not self.trainer.model.training:  # an evaluation: nothing is learnt from it
             return output
-        step = int(self.trainer.state.global_step)
+        started, step = time.perf_counter(), int(self.trainer.state.global_step)
         try:
             batch = batch_of(
                 self.trainer,
@@ -160,6 +161,8 @@ class MismatchAuditCallback(TrainerCallback):
             decision = self.monitor.observe(batch, step=step)
         self.last = self._agree(decision)
         metrics = dict(decision.metrics) | (self.sync.take_metrics() if self.sync else {})
+        # All that was added to the step, the trainer's own log-probs where TRL had none included.
+        metrics[f"{self.monitor.prefix}seconds"] = time.perf_counter() - started
         for name, value in metrics.items():
             self.trainer._metrics["train"][name].append(value)
         return self._act(self.last, output)
