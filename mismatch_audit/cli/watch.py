@@ -237,10 +237,10 @@ class _Loop:
         """Deliveries by status."""
         return Counter(d.status for d in self.deliveries)
 
-    def frame(self) -> Any:
+    def frame(self, width: int) -> Any:
         from mismatch_audit.monitor.live import render
 
-        return render(self.view, self.deliveries, self.alpha, self.rate)
+        return render(self.view, self.deliveries, self.alpha, self.rate, width)
 
     @contextlib.contextmanager
     def _screen(self, show: bool) -> Any:
@@ -252,8 +252,8 @@ class _Loop:
         elif console.is_terminal:
             from rich.live import Live
 
-            with Live(self.frame(), console=console, auto_refresh=False) as live:
-                yield lambda: live.update(self.frame(), refresh=True)
+            with Live(self.frame(console.width), console=console, auto_refresh=False) as live:
+                yield lambda: live.update(self.frame(console.width), refresh=True)
         else:
             yield self._lines()
 
@@ -280,7 +280,8 @@ class _Loop:
         """The last frame."""
         from rich.console import Console
 
-        Console().print(self.frame())
+        console = Console()
+        console.print(self.frame(console.width))
 
 
 @contextlib.contextmanager

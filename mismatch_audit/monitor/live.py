@@ -13,11 +13,13 @@ from mismatch_audit.reports.escape import harmless_line, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 _STYLE = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow", "UNOBSERVED": "dim"}
 _MARK = {"PASS": "✓", "FAIL": "✗", "INCONCLUSIVE": "…", "UNOBSERVED": "·"}
-_WIDTH = 12
+_WIDTH = 8
 _MOST_ROWS = 40
+_WIDE = 100
 
 
 def plain(text: str) -> str:
@@ -32,11 +34,12 @@ def gauge(one: Standing, alpha: float) -> str:
     return "█" * full + "░" * (_WIDTH - full)
 
 
-def render(view: View, deliveries: Sequence[Delivery], alpha: float, rate: float) -> RenderableType:
-    """One frame. rate: requests a second since the last frames."""
-    from rich import box
+def render(
+    view: View, deliveries: Sequence[Delivery], alpha: float, rate: float, width: int = 120
+) -> RenderableType:
+    """One frame. rate: requests a second since the last frames.  width: of the terminal; a narrow
+    one does without the metrics' names."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     counters = view.counters
@@ -51,27 +54,9 @@ def render(view: View, deliveries: Sequence[Delivery], alpha: float, rate: float
     )
     if view.alarms:
         head.append(f"\n{len(view.alarms)} alarms", style="bold red")
-    table = Table(
-        "", "clause", "slice", "metric", "estimate", "limit", "prompts", "to alarm", "verdict",
-        box=box.SIMPLE_HEAD, pad_edge=False,
-    )  # fmt: skip
-    for column in (4, 5, 6):
-        table.columns[column].justify = "right"
-    order = {"FAIL": 0, "INCONCLUSIVE": 1, "UNOBSERVED": 2, "PASS": 3}
+    order = {"FAIL": 0, "INCONCLUSIVE": 1, "PASS": 2, "UNOBSERVED": 3}
     rows = sorted(view.standings, key=lambda s: order[s.verdict])
-    for s in rows[:_MOST_ROWS]:
-        style = _STYLE[s.verdict]
-        table.add_row(
-            Text(_MARK[s.verdict], style),
-            Text(s.clause),
-            Text(plain(s.slice)),
-            Text(s.metric),
-            Text("" if s.estimate is None else f"{s.estimate:.4g}", "yellow" if s.warn else ""),
-            Text(f"{s.limit:.4g}"),
-            Text(str(s.n)),
-            Text(gauge(s, alpha), style if s.verdict == "FAIL" else "cyan"),
-            Text(s.verdict + (" (warn)" if s.warn and s.verdict != "FAIL" else ""), style),
-        )
+    table = _table(rows[:_MOST_ROWS], alpha, metrics=width >= _WIDE)
     parts: list[RenderableType] = [head, table]
     if len(rows) > _MOST_ROWS:
         parts.append(Text(f"... and {len(rows) - _MOST_ROWS} more slices", "dim"))
@@ -86,6 +71,34 @@ def render(view: View, deliveries: Sequence[Delivery], alpha: float, rate: float
         text = f"  {one.alarm.clause} on {plain(one.alarm.slice)} -> {plain(one.action)}: "
         parts.append(Text(f"{text}{one.status} after {tries}{note}"))
     return Group(*parts)
+
+
+def _table(rows: Sequence[Standing], alpha: float, *, metrics: bool) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", "clause", "slice", *(["metric"] if metrics else [])):
+        table.add_column(name, overflow="fold")
+    for name in ("estimate", "limit", "prompts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("to alarm", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for s in rows:
+        style, warned = _STYLE[s.verdict], s.warn and s.verdict != "FAIL"
+        table.add_row(
+            Text("!" if warned else _MARK[s.verdict], "yellow" if warned else style),
+            Text(s.clause),
+            Text(plain(s.slice)),
+            *([Text(s.metric)] if metrics else []),
+            Text("" if s.estimate is None else f"{s.estimate:.4g}", "yellow" if s.warn else ""),
+            Text(f"{s.limit:.4g}"),
+            Text(str(s.n)),
+            Text(gauge(s, alpha), style if s.verdict == "FAIL" else "cyan"),
+            Text(s.verdict, style),
+        )
+    return table
 
 
 def alarm_line(payload: dict[str, object]) -> str:
