@@ -163,7 +163,7 @@ def _prepared(stream: Stream, batch: TokenBatch) -> Prepared:
 
 
 def _ahead(
-    source: Source, prepare: Callable[[TokenBatch], Prepared], depth: int = 2
+    source: Source, prepare: Callable[[TokenBatch], Prepared], depth: int = 1
 ) -> Iterator[Prepared | Problem]:
     """The source's batches, read and put into groups by another thread while earlier ones are
     counted and checked: the two take about as long."""

@@ -27,7 +27,7 @@ class ReadOptions:
     row, in bytes, that is read at all.  tokenizer: for dumps that hold only text (a tokenizer's
     folder).  fields: renamed columns of a plain file, ours -> theirs."""
 
-    batch_tokens: int = 1_000_000
+    batch_tokens: int = 500_000
     max_line: int = 64 << 20
     tokenizer: Path | None = None
     fields: dict[str, str] = field(default_factory=dict)
