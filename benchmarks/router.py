@@ -6,7 +6,7 @@ between the backend directly and through the router, so that both meet the same 
 processes keep the cores busy, any proxy waits for its turn: the three are measured at real-time
 priority first (where this is allowed), which shows the router, and then at the usual one.
 
-    python benchmarks/router.py [--streams 50] [--rounds 4] [--write]
+    python benchmarks/router.py [--streams 50] [--rounds 3] [--write]
 
 --write puts the tables into docs/routing.md, between its markers.
 """
@@ -256,7 +256,7 @@ def measure(name: str, ports: tuple[int, int], pids: list[int], args: argparse.N
     return Pass(name, direct, routed, cpu, max(0.0, busy - own) / (time.perf_counter() - began))
 
 
-async def client_cost(port: int, library: str, requests: int = 15, streams: int = 20) -> float:
+async def client_cost(port: int, library: str, requests: int = 8, streams: int = 20) -> float:
     """CPU milliseconds of one streamed request, of the client alone."""
     import aiohttp
     import httpx
@@ -314,8 +314,8 @@ def write_page(body: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=8, help="of each stream in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=5, help="of each stream in a round")
     parser.add_argument("--write", action="store_true", help="into docs/routing.md")
     parser.add_argument("--serve-engine", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
