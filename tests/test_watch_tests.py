@@ -89,6 +89,18 @@ def test_the_wealth_is_that_of_the_fixed_sample_test() -> None:
     assert tracker.p_fail == pytest.approx(min(1.0, 2 * min(mean.p_value, tail.p_value)))
 
 
+def test_a_pass_is_not_shown_after_the_traffic_drifted() -> None:
+    """It was certain once; with the mean beyond its limit it is open again, then broken."""
+    clause = next(c for c in CLAUSES if c.id == "S1")
+    book, seen = Book(CONTRACT, [clause], PLAN), []
+    for value in [1e-4] * 200 + [2.5e-3] * 400:
+        book.update({"S1": {"all": (value, 20)}})
+        verdict = next(s.verdict for s in book.standings() if s.slice == "all")
+        if not seen or seen[-1] != verdict:
+            seen.append(verdict)
+    assert seen == ["INCONCLUSIVE", "PASS", "INCONCLUSIVE", "FAIL"]
+
+
 def test_weights_by_token_and_inverted_metrics() -> None:
     """S4 counts tokens, S3 is told as an effective sample size."""
     book = Book(CONTRACT, CLAUSES, PLAN)

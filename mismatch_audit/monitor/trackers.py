@@ -83,9 +83,10 @@ class Tracker:
 
     @property
     def passed(self) -> bool:
-        """The promise was shown to be kept, at alpha, at some time."""
+        """The promise was shown to be kept, at alpha, and the prompts so far still speak for it:
+        a pass that was earned before traffic drifted is not shown for ever."""
         sides = [p for name, p in self.processes.items() if name.startswith("below")]
-        return all(p.rejects() for p in sides)
+        return all(p.rejects() and p.estimate <= p.limit for p in sides)
 
     @property
     def estimate(self) -> float | None:
