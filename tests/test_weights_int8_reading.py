@@ -70,12 +70,28 @@ def test_another_scale_in_the_kernel_is_noticed_and_taken() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_unwritten_scale_is_no_whole_reading(bad: float) -> None:
+@pytest.mark.parametrize("saturates", [False, True])
+def test_one_bad_scale_spoils_its_own_row_only(bad: float, saturates: bool) -> None:
     payload, scale = weights(2, 32, 128)
-    scale[3] = bad
-    reading = read_int8(kernel(payload, scale, False), 128, scale, exact=True)
-    assert not reading.whole
-    assert reading.off_scale
+    pushed = scale.clone()
+    pushed[3] = bad
+    reading = read_int8(kernel(payload, pushed, saturates), 128, pushed, exact=True)
+    others = torch.arange(32) != 3
+    assert torch.equal(reading.payload[others], payload[others])
+    assert torch.equal(reading.scale[others], scale[others])
+    assert not bool(torch.isfinite(reading.scale[3]).any())
+    assert not reading.off_scale  # parameter and kernel agree that it is bad
+
+
+def test_a_kernel_that_does_not_follow_its_parameter_is_noticed() -> None:
+    """Marks that stayed in the parameters while the kernel holds scales of its own, and garbage in
+    the kernel beside sound parameters: neither is an agreement."""
+    payload, scale = weights(2, 32, 128)
+    marked = torch.full_like(scale, torch.nan)
+    assert read_int8(kernel(payload, scale, False), 128, marked, exact=True).off_scale
+    freed = read_int8(kernel(payload, marked, False), 128, scale, exact=True)
+    assert freed.off_scale
+    assert not bool(torch.isfinite(freed.scale).any())
 
 
 def test_coarse_outputs_that_saturate_are_not_taken_for_whole() -> None:

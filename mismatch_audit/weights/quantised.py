@@ -202,6 +202,9 @@ def explain_quantised(
             return fault, {"holds": label, **evidence}
     if not tally.payload_differing and _same_multiset(region, scheme):
         return Fault.PERMUTED, {"order_of": "scales", **evidence}
+    scaled = abs(_fit(tally) - 1) > 0.2 and tally.cosine > 0.99
+    if not tally.payload_differing and scaled:
+        return Fault.SCALED, {"factor": _fit(tally), **evidence}
     if not tally.payload_differing:
         return Fault.STALE, {"by": "its scales alone: the payload is new", **evidence}
     limit = _HEALTHY.get(scheme.name, _HEALTHY_E4M3)
@@ -214,7 +217,7 @@ def explain_quantised(
                 **evidence,
             }
         return Fault.STALE, {"by": "an update smaller than most steps", **evidence}
-    if abs(_fit(tally) - 1) > 0.2 and tally.cosine > 0.99:
+    if scaled:
         return Fault.SCALED, {"factor": _fit(tally), **evidence}
     if tally.cosine >= 0.5:
         return Fault.STALE, {"by": "correlation with the master", **evidence}

@@ -29,7 +29,7 @@ _OFF = 2**-4
 class Int8Reading:
     """payload [out, in], scale [out, 1]. whole: every value was a whole number of steps.
     off_scale: the kernel applies another scale than its parameter holds (``scale`` is then the
-    kernel's). saturates: identity rows lost products to saturation."""
+    kernel's, or NaN where neither can be told). saturates: identity rows lost products to it."""
 
     payload: torch.Tensor
     scale: torch.Tensor
@@ -48,21 +48,27 @@ def read_int8(
     kernel's outputs are fp32, so that whole sums can be told apart."""
     eye = torch.eye(columns)
     plain = torch.cat([apply(eye[a : a + _CHUNK]) for a in range(0, columns, _CHUNK)]).t()
-    steps = plain / scale
+    answers = torch.isfinite(plain).all(1)
+    # Rows that cannot be read keep their scale if that says why, else none at all.
+    kept = torch.where(answers[:, None] | ~torch.isfinite(scale), scale, torch.nan)
+    good = answers & torch.isfinite(scale[:, 0]) & (scale[:, 0] > 0)
+    broken = bool((answers != torch.isfinite(scale[:, 0])).any())
+    steps = torch.where(good[:, None], plain / scale, 0.0)
+    if not bool(good.any()):
+        return Int8Reading(_payload(steps), kept, True, off_scale=broken)
     if _is_whole(steps, exact):
-        return Int8Reading(_payload(steps), scale, True)
-    if exact and bool(torch.isfinite(steps).all()):
-        careful = _by_differences(apply, columns, scale)
+        return Int8Reading(_payload(steps), kept, True, off_scale=broken)
+    if exact:
+        careful = torch.where(good[:, None], _by_differences(apply, columns, scale), 0.0)
         if _is_whole(careful, exact):
-            return Int8Reading(_payload(careful), scale, True, saturates=True)
-    if not bool(torch.isfinite(plain).all()) or not bool(torch.isfinite(scale).all()):
-        return Int8Reading(_payload(steps), scale, False, off_scale=True)
-    error = (plain - steps.round() * scale).norm() / plain.norm()
-    outside = float(steps.abs().max()) > _TOP + 1.5
-    if error > _OFF or outside:
-        own = (plain.abs().amax(1, keepdim=True) / _TOP).clamp_min(torch.finfo(torch.float32).tiny)
-        return Int8Reading(_payload(plain / own), own, False, off_scale=True)
-    return Int8Reading(_payload(steps), scale, False)
+            return Int8Reading(_payload(careful), kept, True, off_scale=broken, saturates=True)
+    error = (plain - steps.round() * scale)[good].norm() / plain[good].norm()
+    if error > _OFF or float(steps.abs().max()) > _TOP + 1.5:
+        largest = plain.abs().amax(1, keepdim=True) / _TOP
+        own = torch.where(good[:, None], largest.clamp_min(torch.finfo(torch.float32).tiny), kept)
+        steps = torch.where(good[:, None], plain / own, 0.0)
+        return Int8Reading(_payload(steps), own, False, off_scale=True)
+    return Int8Reading(_payload(steps), kept, False, off_scale=broken)
 
 
 def _is_whole(steps: torch.Tensor, exact: bool) -> bool:
