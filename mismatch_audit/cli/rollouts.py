@@ -77,6 +77,8 @@ def rollouts(
         errors.print(f"error: {text}", markup=False, highlight=False)
     if exit_zero:
         raise typer.Exit(0)
+    if damaged:
+        errors.print("exit code 2: not everything could be read", highlight=False)
     raise typer.Exit(2 if damaged else int(record.exit_code))
 
 

@@ -23,6 +23,7 @@ METRIC_TITLES: dict[str, str] = {
     "flip_rate": "greedy flips",
     "k3": "KL, k3 estimate",
     "mult_prob_error": "probability ratio error",
+    "abs_dp": "|probability difference|",
     "policy_gradient_bias": "policy-gradient bias",
     "policy_gradient_bias_to_noise": "policy-gradient bias / noise",
     "nonfinite": "non-finite logits",

@@ -127,6 +127,14 @@ def audit_sources(
     missing = _Missing(agreed)
     total = sum(source.bytes_total for source in sources)
     started, checking, done = perf_counter(), 0.0, 0
+    told = -1
+
+    def tell(size: int) -> None:
+        nonlocal told
+        if _mb(size) != told:
+            told = _mb(size)
+            progress(_STAGE, told, _mb(total))
+
     try:
         for read in reads:
             for item in _ahead(read.source, lambda b: _prepared(stream, transform(b))):
@@ -142,9 +150,9 @@ def audit_sources(
                 checking += perf_counter() - began
                 read.sequences += batch.n_sequences
                 read.tokens += batch.n_tokens
-                progress(_STAGE, _mb(min(done + _guess(read, reads), total)), _mb(total))
+                tell(min(done + _guess(read, reads), total))
             done += read.source.bytes_total
-            progress(_STAGE, _mb(done), _mb(total))
+            tell(done)
         results = _finish(running, reads)
     except BaseException:
         stream.close()
