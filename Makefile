@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
 INSTALLED := $(VENV)/.installed
 OUT ?= runs/quickstart
+# One worker starts engines, the others run the rest beside it.
+WORKERS ?= 2
 
 # libgomp's threads spin while they wait; with anything else on the cores that costs 5x and more.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -15,7 +17,7 @@ audit: install
 	$(VENV)/bin/audit run samples/quickstart.yaml --out $(OUT) --overwrite
 
 test: install lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
 test-fast: install
 	$(PY) -m pytest -m "not engine and not model"

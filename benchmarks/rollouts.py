@@ -124,12 +124,13 @@ def ours(path: Path, out: Path, *options: str) -> dict[str, float]:
         "try: main()\n"
         "except SystemExit as e: print('exit', e.code, file=sys.stderr)\n"
         "print('BENCH', time.perf_counter() - t,"
-        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
+        " *(lambda u: (u.ru_utime + u.ru_stime, u.ru_maxrss))("
+        "resource.getrusage(resource.RUSAGE_SELF)), file=sys.stderr)\n"
     )
     command = [sys.executable, "-c", code, "rollouts", str(path), "--out", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     line = next(x for x in done.stderr.splitlines() if x.startswith("BENCH")).split()
-    return {"seconds": float(line[1]), "peak_gb": float(line[2]) / 1e6}
+    return {"seconds": float(line[1]), "cpu": float(line[2]), "peak_gb": float(line[3]) / 1e6}
 
 
 def pandas_script(path: Path) -> dict[str, float]:
@@ -145,7 +146,8 @@ d = (f.trainer_logprob - f.sampler_logprob).astype(float)
 f = f.assign(a=d.abs(), k3=np.expm1(d) - d, m=np.exp(d.abs()))
 for by in ("step", "environment", "finish_reason", "microbatch_rows", "modality", "turn_index"):
     f.groupby(by)[["a", "k3", "m"]].mean()
-print(time.perf_counter() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+u = resource.getrusage(resource.RUSAGE_SELF)
+print(time.perf_counter() - t, u.ru_utime + u.ru_stime, u.ru_maxrss)
 """
     return _run(code)
 
@@ -156,7 +158,7 @@ def martingale_doctor(path: Path, work: Path, tokens: int) -> tuple[int, dict[st
     from martingale.record import Recorder, SamplerConfig
 
     recorder, done = Recorder(work / "ledger"), 0
-    revision = recorder.publish_revision("w" * 64, "t" * 64, SamplerConfig(), step=0).digest
+    revision = recorder.publish_revision("a" * 64, "b" * 64, SamplerConfig(), step=0).digest
     for row in pq.ParquetFile(path).iter_batches(batch_size=50):
         for i, one in enumerate(row.to_pylist()):
             if done >= tokens:
@@ -174,15 +176,16 @@ from martingale.cli import cli
 t = time.perf_counter()
 with contextlib.redirect_stdout(io.StringIO()):
     cli(["doctor", "--dir", {str(work / "ledger")!r}], standalone_mode=False)
-print(time.perf_counter() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+u = resource.getrusage(resource.RUSAGE_SELF)
+print(time.perf_counter() - t, u.ru_utime + u.ru_stime, u.ru_maxrss)
 """
     return done, _run(code)
 
 
 def _run(code: str) -> dict[str, float]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, peak = done.stdout.split()[-2:]
-    return {"seconds": float(seconds), "peak_gb": float(peak) / 1e6}
+    seconds, cpu, peak = map(float, done.stdout.split()[-3:])
+    return {"seconds": seconds, "cpu": cpu, "peak_gb": peak / 1e6}
 
 
 def main() -> None:
@@ -198,27 +201,34 @@ def main() -> None:
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> None:
-    rows: list[tuple[str, int, dict[str, float]]] = []
     small, parquet, jsonl = folder / "s.parquet", folder / "p.parquet", folder / "j.jsonl"
     n_small = write_parquet(small, int(options.others_tokens))
     ours(small, folder / "warm", "--exit-zero")  # numba's compilation, once a machine
-    n = write_parquet(parquet, int(options.tokens))
-    rows.append(("ours, Parquet", n, ours(parquet, folder / "a", "--exit-zero")))
-    rows.append(
-        ("ours, Parquet, --no-checks", n, ours(parquet, folder / "b", "--exit-zero", "--no-checks"))
+    print(
+        f"{'':28}{'M tokens':>9}{'seconds':>9}{'CPU s':>8}{'M tok/s':>9}{'a CPU s':>9}"
+        f"{'peak GB':>9}{'ours is':>9}"
     )
-    n_json = write_jsonl(jsonl, int(options.jsonl_tokens))
-    rows.append(("ours, JSONL", n_json, ours(jsonl, folder / "c", "--exit-zero")))
-    rows.append(("pandas script", n_small, pandas_script(small)))
-    rows.append(("martingale doctor", *martingale_doctor(small, folder, options.ledger_tokens)))
-    base = rows[0][1] / rows[0][2]["seconds"]
-    print(f"{'':28}{'M tokens':>9}{'seconds':>9}{'M tok/s':>9}{'peak GB':>9}{'ours is':>9}")
-    for name, tokens, took in rows:
+    base = 0.0
+
+    def show(name: str, tokens: int, took: dict[str, float]) -> float:
         rate = tokens / took["seconds"]
+        times = f"{base / rate:8.1f}x" if base else ""
         print(
-            f"{name:28}{tokens / 1e6:9.1f}{took['seconds']:9.1f}{rate / 1e6:9.2f}"
-            f"{took['peak_gb']:9.2f}{base / rate:8.1f}x"
+            f"{name:28}{tokens / 1e6:9.2f}{took['seconds']:9.1f}{took['cpu']:8.1f}"
+            f"{rate / 1e6:9.3f}{tokens / took['cpu'] / 1e6:9.3f}{took['peak_gb']:9.2f}{times}",
+            flush=True,
         )
+        return rate
+
+    n = write_parquet(parquet, int(options.tokens))
+    base = show("ours, Parquet", n, ours(parquet, folder / "a", "--exit-zero"))
+    bare = ours(parquet, folder / "b", "--exit-zero", "--no-checks")
+    show("ours, Parquet, --no-checks", n, bare)
+    parquet.unlink()
+    n_json = write_jsonl(jsonl, int(options.jsonl_tokens))
+    show("ours, JSONL", n_json, ours(jsonl, folder / "c", "--exit-zero"))
+    show("pandas script", n_small, pandas_script(small))
+    show("martingale doctor", *martingale_doctor(small, folder, options.ledger_tokens))
 
 
 if __name__ == "__main__":

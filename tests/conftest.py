@@ -19,6 +19,20 @@ ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "samples"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers one of them runs everything that starts an engine or loads the model, so
+    that each is started once; it begins with that, while the others run the rest."""
+
+    def heavy(item: pytest.Item) -> bool:
+        return any(item.get_closest_marker(name) for name in ("engine", "model"))
+
+    items.sort(key=lambda item: not heavy(item))
+    for item in items:
+        if heavy(item):
+            item.add_marker(pytest.mark.xdist_group("engine"))
+
+
 @dataclass(frozen=True)
 class CommandResult:
     """A finished ``audit`` command and the folder that it wrote to."""
