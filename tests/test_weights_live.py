@@ -35,11 +35,14 @@ from kernel_contracts.errors import AuditError, InputError, NotComparableError
 from mismatch_audit.cli.weights import register
 from mismatch_audit.programs.process import EngineError
 from mismatch_audit.programs.vllm_engine import launch_env
+from mismatch_audit.weights.compare import compare_sides
+from mismatch_audit.weights.findings import Fault
 from mismatch_audit.weights.hooks import SyncAudit, read_served
 from mismatch_audit.weights.live.audit import audit_sync
 from mismatch_audit.weights.live.base import is_engine_spec, open_engine
 from mismatch_audit.weights.live.faults import MENU
 from mismatch_audit.weights.live.http import EXTENSION, HttpEngine
+from mismatch_audit.weights.memory import memory_side
 from mismatch_audit.weights.sides import open_side
 
 CASES = [(kind, fault.flag) for kind in KINDS for fault in faults_of(kind)]
@@ -274,6 +277,19 @@ def test_a_push_over_http_finds_the_tied_head_that_vllm_leaves_behind(
 
 
 # ----------------------------------------------------------------- what needs no engine
+
+
+def test_a_tied_head_that_is_stale_with_its_embedding_is_not_called_untied() -> None:
+    """An engine's read-back always has a head; with nothing pushed it is the old embedding."""
+    old, new = master(), stepped(master(), seed=1)
+    read = {**old, "lm_head.weight": old["model.embed_tokens.weight"].clone()}
+    trainer, served = memory_side("trainer", new, CONFIG), memory_side("served", read, CONFIG)
+    report = compare_sides(trainer, served, memory_side("previous", old, CONFIG))
+    assert [finding.fault for finding in report.findings] == [Fault.NOTHING_PUSHED]
+    read["model.embed_tokens.weight"] = new["model.embed_tokens.weight"]
+    served = memory_side("served", read, CONFIG)
+    report = compare_sides(trainer, served, memory_side("previous", old, CONFIG))
+    assert Fault.UNTIED in {finding.fault for finding in report.findings}
 
 
 class _Plain(BaseHTTPRequestHandler):

@@ -156,7 +156,16 @@ class Explainer:
     def _head_alone(self) -> bool:
         """The head is tied on one side, by its config or because it is not stored."""
         stored = (HEAD in self.trainer.names, HEAD in self.served.names)
-        return bool(self.trainer.geometry.tied) or stored[0] != stored[1]
+        tied = bool(self.trainer.geometry.tied) or stored[0] != stored[1]
+        return tied and not self._still_tied()
+
+    def _still_tied(self) -> bool:
+        """Both are stored where served, and equal: they are stale together."""
+        tensors = self.served.layout.tensors
+        pieces = [tensors.get(n, []) for n in (HEAD, self.served.geometry.family.embedding)]
+        if [len(own) for own in pieces] != [1, 1]:
+            return False
+        return torch.equal(pieces[0][0].view(), pieces[1][0].view())
 
     def _merge(self, pair: Pair, overlap: Overlap, tally: Tally) -> Verdict | None:
         """A merged adapter: how much of its update the served weight holds (1 when applied)."""
