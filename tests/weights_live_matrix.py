@@ -102,13 +102,21 @@ def faults_of(kind: str) -> list[LiveFault]:
     return [f for f in MENU if f.quantised is None or f.quantised == (kind == "int8")]
 
 
+# The kernel then multiplies with scales that nobody wrote: which checks see it, beside the set and
+# the dtypes, depends on what lay in that memory.
+UNSTEADY = {"unquantised"}
+
+
 def table(matrix: LiveMatrix, kind: str) -> str:
     """A row per fault; x found, . passed, blank: does not apply or saw nothing."""
     lines = [
         "| fault | " + " | ".join(COLUMNS.values()) + " | named |",
         "|---" * (len(COLUMNS) + 2) + "|",
     ]
-    for title, flag in [("clean push", "clean"), *((f.title, f.flag) for f in faults_of(kind))]:
+    for title, flag in [
+        ("clean push", "clean"),
+        *((f.title, f.flag) for f in faults_of(kind) if f.flag not in UNSTEADY),
+    ]:
         report = matrix.result(kind, flag)
         cells = []
         for check in COLUMNS:
