@@ -198,3 +198,18 @@ def test_a_truncated_parquet_file_is_named(tmp_path):
 def test_the_packaged_contract_is_the_sample():
     """One contract, twice: in the samples for people, in the package for the command."""
     assert DEFAULT_CONTRACT.read_text() == SAMPLE.read_text()
+
+
+def test_optional_slices_fail_no_build(tmp_path):
+    """In JUnit and SARIF an optional slice without evidence is skipped, or a note, and no error."""
+    from mismatch_audit.reports import render
+
+    path = parquet(tmp_path / "a.parquet", log(120, sd=0.01))
+    audit(path, "--out", tmp_path / "out", "--no-checks")
+    record = load_record(tmp_path / "out")
+    assert any(not m.decides for m in record.measurements)
+    junit = render(record, "junit")
+    assert 'errors="0"' in junit
+    assert 'failures="0"' in junit
+    levels = {r["level"] for r in json.loads(render(record, "sarif"))["runs"][0]["results"]}
+    assert levels <= {"note", "warning"}

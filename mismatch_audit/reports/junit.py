@@ -20,7 +20,7 @@ def render_junit(record: Record) -> str:
     """XML text. Control characters, which XML cannot hold, are shown as pictures."""
     cases = [_case(record, row) for row in record.measurements]
     if record.verdict != "PASS" and all(
-        r.verdict in ("PASS", "ACKNOWLEDGED") for r in record.measurements
+        r.verdict in ("PASS", "ACKNOWLEDGED") or not r.decides for r in record.measurements
     ):
         cases.append(_whole(record))
     failures = sum(case.find("failure") is not None for case in cases)
@@ -85,7 +85,7 @@ def _case(record: Record, row: MeasurementRow) -> ET.Element:
         },
     )
     if row.verdict != "PASS":
-        tag = _TAGS.get(row.verdict, "error")
+        tag = _TAGS.get(row.verdict, "error") if row.decides else "skipped"
         message = against_limit(row) + (f"; {row.detail}" if row.detail else "")
         found = ET.SubElement(case, tag, {"type": row.verdict, "message": visible(message)})
         found.text = _numbers(row)

@@ -131,6 +131,11 @@ class MeasurementRow(_Row):
     clipped: Count = 0
     optional: bool = False
 
+    @property
+    def decides(self) -> bool:
+        """False where an optional slice lacks evidence: that is told, and stops no pass."""
+        return not (self.optional and self.verdict in ("UNOBSERVED", "INCONCLUSIVE"))
+
     @classmethod
     def of(cls, measurement: Measurement) -> Self:
         """The row of a measurement."""

@@ -102,6 +102,7 @@ def _measurement_result(record: Record, row: MeasurementRow) -> dict[str, Any]:
     if row.detail:
         parts.append(row.detail)
     level = "warning" if row.warn and row.verdict == "PASS" else _LEVELS[row.verdict]
+    level = level if row.decides else "note"
     result = _result(record, row.clause, level, "; ".join(parts), row.slice)
     result["properties"] = {
         name: getattr(row, name)
