@@ -118,7 +118,8 @@ def main() -> None:
         tables = [formats(folder, made)]
         tables.append(decoders(folder / "prime-rl/token_exports/step_1/rank_0.jsonl"))
         tables.append(pickles())
-    head = f"{chosen.sequences:,} sequences of {chosen.tokens} tokens, processor seconds of one process:"
+    shape = f"{chosen.sequences:,} sequences of {chosen.tokens} tokens"
+    head = f"{shape}, processor seconds of one process:"
     text = "\n\n".join([head, *tables]) + "\n"
     print(text)
     if chosen.write:
