@@ -25,7 +25,7 @@ from mismatch_audit.promotion.offline import OfflineEvidence
 from mismatch_audit.promotion.store import PromotionStore
 
 WRITERS, KILLS, DECISIONS, SECONDS = 10, 20, 12, 300.0
-"""The storm lasts until so many kills and decisions, however slow the machine (13 s on two idle cores);
+"""The storm lasts until so many kills and decisions: 15 s on two cores at a load of 4, 70 s at 9.
 SECONDS only ends a storm in which nothing moves."""
 
 
