@@ -1,6 +1,6 @@
 """What a weight audit of a live engine costs, on the sample model.
 
-    python benchmarks/live_weights.py [--dtype bfloat16] [--write]
+    python benchmarks/live_weights.py [--dtype float32] [--write]
 
 Starts vLLM with the sample model, pushes a copy in which every weight moved by 1% of its tensor's
 rms, under audit, and times the parts: reading everything back through the kernels, comparing it bit
@@ -80,7 +80,7 @@ def measure(dtype: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     text = "\n".join(measure(arguments.dtype))
