@@ -28,6 +28,7 @@ class TokenBatch:
 
     def __init__(self, records: pa.RecordBatch, source: str = "", first_row: int = 0) -> None:
         self.records, self.source, self.first_row = records, source, first_row
+        self._has: dict[str, bool] = {}
 
     @property
     def n_sequences(self) -> int:
@@ -73,6 +74,11 @@ class TokenBatch:
 
     def has(self, name: str) -> bool:
         """Whether the column is there and holds at least one value."""
+        if name not in self._has:
+            self._has[name] = self._holds(name)
+        return self._has[name]
+
+    def _holds(self, name: str) -> bool:
         if name not in self.records.schema.names:
             return False
         column = self.records.column(name)
@@ -100,9 +106,6 @@ class TokenBatch:
 
     def present(self, name: str) -> Array:
         """``[N]`` bool: the token has a value (NaN counts as none)."""
-        values = self._flat[name]
-        if values.dtype.kind == "f":
-            return ~np.isnan(values)
         return self._valid[name]
 
     @cached_property
@@ -133,7 +136,12 @@ class TokenBatch:
 
     @cached_property
     def _valid(self) -> _Lazy:
-        return _Lazy(lambda name: self._flatten(name)[1])
+        return _Lazy(self._validity)
+
+    def _validity(self, name: str) -> Array:
+        if LISTS[name].startswith("float"):
+            return np.asarray(~np.isnan(self._flat[name]))
+        return self._flatten(name)[1]
 
     def _flatten(self, name: str) -> tuple[Array, Array]:
         kind, n = LISTS[name], self.n_tokens

@@ -87,7 +87,8 @@ class Stream:
         self.points = np.empty((0, 3))
         self._random = np.random.default_rng(contract.seed)
         self._bands = np.log(np.array(BANDS))
-        self._workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        self._workers = min(cores, 8)  # each has a buffer of its own; reading is slower than 8
         self._pool = ThreadPoolExecutor(self._workers, "rollouts")
 
     def prepare(self, batch: TokenBatch) -> Codes | None:
