@@ -17,9 +17,9 @@ from kernel_contracts.contract import SECTIONS, Contract
 from kernel_contracts.cross_checks import Mistake, Place
 from kernel_contracts.expressions import Column, Comparison, Expression, In, columns, walk
 from kernel_contracts.predicates import closest, kind_of, parse
-from kernel_contracts.vocabulary import COMPUTED_COLUMNS, TOKEN_COLUMNS
+from kernel_contracts.vocabulary import COMPUTED_COLUMNS, RECORDED_COLUMNS, TOKEN_COLUMNS
 
-_KINDS = {**TOKEN_COLUMNS, **COMPUTED_COLUMNS}
+_KINDS = {**TOKEN_COLUMNS, **COMPUTED_COLUMNS, **RECORDED_COLUMNS}
 
 
 def lint(contract: Contract, prompts: int | None = None) -> list[Mistake]:

@@ -148,6 +148,27 @@ COMPUTED_COLUMNS: dict[str, str] = {
 }
 """Columns that slices may name and no table stores: exp of a log-prob, and its difference."""
 
+RECORDED_COLUMNS: dict[str, str] = {
+    "step": "number",
+    "environment": "text",
+    "engine": "text",
+    "engine_age": "number",
+    "turn": "number",
+    "turn_index": "number",
+    "advantage_sign": "text",
+    "weights_lag": "number",
+    "prompt_length": "number",
+    "response_length": "number",
+    "finish_reason": "text",
+    "reward": "number",
+    "temperature": "number",
+    "n_left_pad": "number",
+    "routing_changed": "boolean",
+    "kept_mask": "boolean",
+    "modality": "text",
+}
+"""Columns that recorded rollouts have beside those of the token table (docs/rollouts.md)."""
+
 TOKEN_COLUMNS: dict[str, str] = {
     "prompt_id": "text",
     "sequence_id": "text",

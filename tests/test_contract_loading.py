@@ -127,7 +127,13 @@ def _keys(document: str) -> list[tuple[int, str]]:
     for line in document.splitlines(keepends=True):
         if not line.lstrip().startswith("#"):
             words = re.finditer(r"(?:^|(?<=[{\s,]))([a-z_]+)(?=:[ \n])", line)
-            found += [(start + m.start(), m.group()) for m in words if m.group() in KNOWN_KEYS]
+            found += [
+                (start + m.start(), m.group())
+                for m in words
+                # A slice may be called `engine`: its name is no key of the language.
+                if m.group() in KNOWN_KEYS
+                and not re.match(r": \{(by|bins|where):", line[m.end() :])
+            ]
         start += len(line)
     return found
 
@@ -246,10 +252,10 @@ def test_an_alias_bomb_is_refused_quickly() -> None:
     """Ten levels of ten aliases would be 10^10 values."""
     levels = ["a0: &a0 [1,1,1,1,1,1,1,1,1,1]"]
     levels += [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
-    start = time.perf_counter()
+    start = time.process_time()
     _, problems = check_text("\n".join(levels))
     assert "aliases expanded" in problems[0].message
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_an_honest_alias_is_expanded() -> None:

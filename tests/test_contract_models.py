@@ -270,7 +270,7 @@ def test_every_metric_of_the_language_is_described_and_measurable() -> None:
         *get_args(vocabulary.RuntimeMetric),
     }
     assert named == set(METRIC_WORDS)
-    assert named - {"kl", "policy_gradient_bias"} <= set(METRICS)
+    assert named - {"kl"} - vocabulary.GRADIENT_METRICS <= set(METRICS)
     for name in named & set(METRICS):
         assert set(METRICS[name].columns) <= set(TOKEN_COLUMNS)
 

@@ -300,10 +300,10 @@ def test_what_is_not_the_language_is_refused_at_its_character(
 )
 def test_hostile_expressions_are_refused_quickly(text: str) -> None:
     """Bounds on length, words and depth: no recursion error, no slow scan."""
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PredicateError):
         parse(text)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_the_longest_sum_within_the_bounds_is_evaluated() -> None:
