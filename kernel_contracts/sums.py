@@ -13,6 +13,15 @@ from datetime import date
 import numpy as np
 import numpy.typing as npt
 
+from kernel_contracts.clause_rows import (
+    count_row,
+    finished_row,
+    mean_row,
+    over_cap,
+    share_row,
+    share_unit,
+    unobserved,
+)
 from kernel_contracts.clauses import (
     NumericalClause,
     ObservabilityClause,
@@ -22,17 +31,7 @@ from kernel_contracts.clauses import (
 from kernel_contracts.contract import Contract
 from kernel_contracts.measurement import Measurement
 from kernel_contracts.metrics import Array
-from kernel_contracts.verdict import (
-    Each,
-    count_row,
-    finished_row,
-    judge_views,
-    mean_row,
-    over_cap,
-    share_row,
-    share_unit,
-    unobserved,
-)
+from kernel_contracts.verdict import Each, judge_views
 from kernel_contracts.vocabulary import GRADIENT_METRICS
 
 Counts = npt.NDArray[np.int64]
