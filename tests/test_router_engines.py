@@ -276,7 +276,8 @@ def test_the_reference_takes_over_where_the_engine_is_undecided(site: Site) -> N
 
 def test_a_killed_engine_loses_no_request(site: Site) -> None:
     """SIGKILL while ten long requests run, five of them streams: streams that had begun end with an
-    error event, all others are answered whole, and so are those that come later, by the reference. (Runs last: the engine stays dead.)"""
+    error event, all others are answered whole, and so are those that come later, by the
+    reference. (Runs last: the engine stays dead.)"""
     begun: list[int] = []
 
     def stream(i: int) -> tuple[str, str]:
