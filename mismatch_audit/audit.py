@@ -116,7 +116,7 @@ def _rounding(head: Head) -> float:
 def _check_identities(run: Run, reference: dict[str, Any], engine: dict[str, Any]) -> None:
     run.facts["reference"].update(reference)
     run.facts["engine"].update(engine)
-    run.facts["engine"]["requested"] = dict(run.settings.engine.args)
+    run.facts["engine"]["requested"] = identity.without_secrets(run.settings.engine.args)
     run.facts["engine"]["sampling"] = run.settings.sampling.model_dump()
     _check_pair(run, run.facts)
 

@@ -35,7 +35,9 @@ def read_baseline(folder: Path, current: Evidence, sequences: pd.DataFrame) -> E
             where=str(folder),
             fix="give a baseline that ran on the same prompts with the same chat template",
         )
-    return replace(current, tokens=control.tokens, gradient={}, gradient_noise={}, probes=pd.DataFrame())
+    return replace(
+        current, tokens=control.tokens, gradient={}, gradient_noise={}, probes=pd.DataFrame()
+    )
 
 
 def _prompt_tokens(sequences: pd.DataFrame) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,22 @@ def _same(promised: Any, actual: Any) -> bool:
     if isinstance(actual, list):
         return len(actual) == 1 and _same(promised, actual[0])
     return str(promised).removeprefix("torch.") == str(actual).removeprefix("torch.")
+
+
+_SECRET = re.compile(r"token$|_key$|^key$|secret|password|credential|^auth", re.IGNORECASE)
+
+
+def without_secrets(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A copy for reports: values of arguments that are named like a secret (``hf_token``,
+    ``api_key``) become ``"(not shown)"``, nested ones too."""
+    return {
+        name: "(not shown)"
+        if _SECRET.search(name)
+        else without_secrets(value)
+        if isinstance(value, dict)
+        else value
+        for name, value in arguments.items()
+    }
 
 
 def no_op_requests(requested: dict[str, Any], facts: dict[str, Any]) -> list[str]:

@@ -17,6 +17,13 @@ from mismatch_audit.reports.grouping import clause_groups
 from mismatch_audit.reports.identity_table import all_rows, identity_rows
 from mismatch_audit.reports.record import Record
 from mismatch_audit.reports.rows import Chain, Facts, ProbeRow
+from mismatch_audit.reports.staleness_table import (
+    LAG_HEAD,
+    PART_HEAD,
+    lag_rows,
+    part_rows,
+    staleness_notes,
+)
 
 _FOLDER = Path(__file__).parent
 _ROUTES = {"rms": "by the mean KL", "sup": "by the largest drift seen"}
@@ -57,6 +64,7 @@ def render_html(record: Record) -> str:
         chains=_chains(record.chain),
         titles=_ROUTES,
         gradient=_gradient(record.gradient),
+        staleness=_staleness(record),
         probes=_probes(views.probes),
         digests={name: _whole(value) for name, value in record.digests.items()},
         timings={name: notation.duration(took) for name, took in record.timings.items()},
@@ -142,6 +150,18 @@ def _cell(value: Any) -> str:
     if isinstance(value, float) and 0.01 <= abs(value) < 1:
         return f"{value:.4g}"
     return notation.fact(value)
+
+
+def _staleness(record: Record) -> dict[str, Any] | None:
+    """Both tables of staleness and their notes."""
+    if record.rollouts is None or not record.rollouts.staleness:
+        return None
+    facts = record.rollouts.staleness
+    tables = [(LAG_HEAD, lag_rows(facts)), (PART_HEAD, part_rows(facts))]
+    return {
+        "tables": [{"names": head, "rows": rows} for head, rows in tables if rows],
+        "notes": staleness_notes(facts),
+    }
 
 
 def _probes(rows: list[ProbeRow]) -> dict[str, Any] | None:

@@ -73,15 +73,17 @@ class StepRow(StrictModel):
 
 class Rollouts(StrictModel):
     """What recorded rollouts showed. statistics: of the whole log, docs/rollouts.md says each
-    definition.  checks: every one that ran; what it found is among the record's findings."""
+    definition.  staleness: by lag, taken apart where a re-scoring allows, and over the steps;
+    empty without checks.  checks: every one that ran; what it found is among the findings."""
 
     sources: list[RolloutSource]
     statistics: Facts = Field(default_factory=dict)
     slices: list[SliceRow] = Field(default_factory=list)
     steps: list[StepRow] = Field(default_factory=list)
+    staleness: Facts = Field(default_factory=dict)
     checks: list[CheckRow] = Field(default_factory=list)
 
-    _plain = field_validator("statistics", mode="before")(plain)
+    _plain = field_validator("statistics", "staleness", mode="before")(plain)
 
     @property
     def damaged(self) -> list[RolloutSource]:

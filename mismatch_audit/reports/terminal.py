@@ -20,6 +20,7 @@ from mismatch_audit.reports.terminal_parts import (
 from mismatch_audit.reports.terminal_rollouts import (
     check_list,
     source_list,
+    staleness_list,
     statistics_list,
     unseen_list,
 )
@@ -39,6 +40,7 @@ def render_terminal(record: Record, console: Console, *, folder: str | None = No
     unseen_list(page, record)
     if record.rollouts is not None:
         statistics_list(page, record.rollouts)
+        staleness_list(page, record.rollouts)
         check_list(page, record.rollouts)
     worst_list(page, record)
     chain_table(page, record)

@@ -9,6 +9,13 @@ from mismatch_audit.reports.grouping import not_observed
 from mismatch_audit.reports.notation import count, number, plural
 from mismatch_audit.reports.record import Record
 from mismatch_audit.reports.rollout_rows import Rollouts
+from mismatch_audit.reports.staleness_table import (
+    LAG_HEAD,
+    PART_HEAD,
+    lag_rows,
+    part_rows,
+    staleness_notes,
+)
 from mismatch_audit.reports.terminal_lines import Column, Page, cut
 
 _SOURCES = 8
@@ -79,6 +86,31 @@ def statistics_list(page: Page, rollouts: Rollouts) -> None:
     for i in range(half):
         left, right = known[i], known[i + half] if i + half < len(known) else ("", "")
         page.row(columns, [f"  {left[0]}", left[1], f"  {right[0]}", right[1]])
+
+
+def staleness_list(page: Page, rollouts: Rollouts) -> None:
+    """Mismatch by lag, and its split where the log allows one."""
+    if not rollouts.staleness:
+        return
+    page.heading("staleness")
+    for head, rows in (
+        (LAG_HEAD, lag_rows(rollouts.staleness)),
+        (PART_HEAD, part_rows(rollouts.staleness)),
+    ):
+        if not rows:
+            continue
+        kept = list(head)
+        while sum(max(len(r[i]) for r in [kept, *rows]) + 2 for i in range(len(kept))) > page.width:
+            kept.pop()  # the last columns give way on a narrow terminal
+        columns = [
+            Column(title, max(len(r[i]) for r in [kept, *rows]), True)
+            for i, title in enumerate(kept)
+        ]
+        page.row(columns, [Text(title, "dim") for title in kept])
+        for row in rows:
+            page.row(columns, row[: len(kept)])
+    for note in staleness_notes(rollouts.staleness):
+        page.note(note, indent=4, style="dim", first="  ○")
 
 
 def check_list(page: Page, rollouts: Rollouts) -> None:

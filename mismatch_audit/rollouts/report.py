@@ -75,6 +75,7 @@ def record_of(audited: Audited, started: str, finished: str, max_rows: int = 0) 
             statistics=statistics,
             slices=slices,
             steps=steps,
+            staleness=audited.staleness,
             checks=[
                 CheckRow(
                     code=r.code, title=r.title, status=r.status, severity=r.severity,

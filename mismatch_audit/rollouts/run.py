@@ -72,7 +72,8 @@ class Read:
 class Audited:
     """All that one pass over the sources gave.
 
-    unopened: what was no source.  results: of the checks, the named cause first.  missing: column
+    unopened: what was no source.  results: of the checks, the named cause first.  staleness: by
+    lag, split and over the steps (empty without checks).  missing: column
     of the token table -> share of sampled tokens without a value.
     """
 
@@ -81,6 +82,7 @@ class Audited:
     reads: list[Read]
     unopened: list[Problem]
     results: list[CheckResult]
+    staleness: dict[str, Any]
     missing: dict[str, float]
     seconds: dict[str, float]
 
@@ -115,6 +117,7 @@ def audit_sources(
     """
     from mismatch_audit.rollouts.checks import all_checks
     from mismatch_audit.rollouts.formats import detect, open_sources
+    from mismatch_audit.rollouts.staleness import Staleness
 
     agreed = load_contract(contract or DEFAULT_CONTRACT)
     stream = Stream(agreed, thresholds(agreed))
@@ -123,6 +126,7 @@ def audit_sources(
         raise unopened[0].error if unopened else InputError("no path given")
     on_sources(sources, unopened)
     running: list[Check] = all_checks() if checks else []
+    staleness = Staleness() if checks else None
     reads = [Read(source, _why(source, detect)) for source in sources]
     missing = _Missing(agreed)
     total = sum(source.bytes_total for source in sources)
@@ -147,6 +151,8 @@ def audit_sources(
                 began = perf_counter()
                 for check in running:
                     check.update(batch)
+                if staleness is not None:
+                    staleness.update(batch)
                 checking += perf_counter() - began
                 read.sequences += batch.n_sequences
                 read.tokens += batch.n_tokens
@@ -158,7 +164,8 @@ def audit_sources(
         stream.close()
         raise
     seconds = {"read and count": perf_counter() - started - checking, "checks": checking}
-    return Audited(agreed, stream, reads, unopened, results, missing.shares(), seconds)
+    lags = staleness.finish() if staleness is not None else {}
+    return Audited(agreed, stream, reads, unopened, results, lags, missing.shares(), seconds)
 
 
 _STAGE = "rollouts, MB"
