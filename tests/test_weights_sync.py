@@ -255,3 +255,28 @@ def test_derived_scales_are_what_the_kernel_reads() -> None:
     engine.captured[f"{layer}.weight_scale.swizzled"] += 1
     assert torch.allclose(engine.linear(layer)(x), before * 2)
     assert all(torch.equal(read[n], v) for n, v in engine.read_back().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e7])
+def test_a_rotary_table_in_the_engines_dtype_is_right_and_another_base_is_not(
+    dtype: torch.dtype, theta: float
+) -> None:
+    """A live table holds rounded cosines and sines. What rounding explains is no finding; a base 10 %
+    off, positions scaled by 1.25 and a zeroed table are."""
+    from mismatch_audit.weights.buffers import check_buffer, inverse_frequencies
+    from mismatch_audit.weights.families import Geometry
+
+    geometry = Geometry(head_dim=128, rope={"theta": theta})
+    wanted = inverse_frequencies(geometry)
+    assert wanted is not None
+
+    def read(frequencies: torch.Tensor) -> torch.Tensor:
+        cos, sin = frequencies.cos().to(dtype).float(), frequencies.sin().to(dtype).float()
+        return torch.atan2(sin, cos)
+
+    assert check_buffer("inv_freq", read(wanted), geometry).healthy
+    other = inverse_frequencies(Geometry(head_dim=128, rope={"theta": 1.1 * theta}))
+    assert not check_buffer("inv_freq", read(other), geometry).healthy
+    assert not check_buffer("inv_freq", read(wanted / 1.25), geometry).healthy
+    assert not check_buffer("inv_freq", torch.zeros_like(wanted), geometry).healthy

@@ -29,11 +29,6 @@ class _Worker(WeightExtension):
         self.model_runner, self.vllm_config = worker.model_runner, worker.vllm_config
         self.rank = int(getattr(worker, "rank", 0))
 
-    def _audit_rotary(self) -> None:
-        """Not read: a sync does not push it, and a bfloat16 table gives frequencies that are only
-        near those of the config."""
-        return
-
 
 class ColocatedEngine:
     """A ``gate.ServedEngine`` on ``trainer.vllm_generation``. Raises InputError without one.
