@@ -262,8 +262,8 @@ def test_derived_scales_are_what_the_kernel_reads() -> None:
 def test_a_rotary_table_in_the_engines_dtype_is_right_and_another_base_is_not(
     dtype: torch.dtype, theta: float
 ) -> None:
-    """A live table holds rounded cosines and sines. What rounding explains is no finding; a base 10 %
-    off, positions scaled by 1.25 and a zeroed table are."""
+    """A live table holds rounded cosines and sines. What rounding explains is no finding; a base
+    10 % off, positions scaled by 1.25 and a zeroed table are."""
     from mismatch_audit.weights.buffers import check_buffer, inverse_frequencies
     from mismatch_audit.weights.families import Geometry
 

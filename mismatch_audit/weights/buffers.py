@@ -9,9 +9,9 @@ from mismatch_audit.weights.findings import Fault, TensorReport
 from mismatch_audit.weights.formats import code_of, short
 from mismatch_audit.weights.sides import Side
 
-# A live table holds cos and sin of the frequencies in the engine's dtype, and the angle of a rounded
-# pair is within 0.0058 of its formula in bf16 (bases 1e4 to 1e7, heads of 32 to 256); fp16 loses its
-# smallest frequencies, 1e-7 and below, to half a subnormal step.
+# A live table holds cos and sin of the frequencies in the engine's dtype. The angle of a rounded
+# pair is within 0.0058 of its formula in bf16 (bases 1e4 to 1e7, heads of 32 to 256); fp16 loses
+# its smallest frequencies, 1e-7 and below, to half a subnormal step.
 _TOLERANCE = 2**-7
 _STEP = 2**-24
 
