@@ -19,18 +19,21 @@ ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "samples"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _heavy(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("engine", "model"))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
     """With several workers one of them runs everything that starts an engine or loads the model, so
-    that each is started once; it begins with that, while the others run the rest."""
+    that each is started once; the others run the rest. Said here, and not when the whole list is
+    there, because xdist reads the groups before a conftest may change that list."""
+    if _heavy(item):
+        item.add_marker(pytest.mark.xdist_group("engine"))
 
-    def heavy(item: pytest.Item) -> bool:
-        return any(item.get_closest_marker(name) for name in ("engine", "model"))
 
-    items.sort(key=lambda item: not heavy(item))
-    for item in items:
-        if heavy(item):
-            item.add_marker(pytest.mark.xdist_group("engine"))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long group first, so that it does not start when the rest is done."""
+    items.sort(key=lambda item: not _heavy(item))
 
 
 @dataclass(frozen=True)
