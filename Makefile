@@ -17,7 +17,7 @@ audit: install
 	$(VENV)/bin/audit run samples/quickstart.yaml --out $(OUT) --overwrite
 
 test: install lint
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
+	$(PY) -m pytest -n $(WORKERS) --dist loadscope
 
 test-fast: install
 	$(PY) -m pytest -m "not engine and not model"

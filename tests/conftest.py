@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: see mismatch_audit.cli.app.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -19,21 +20,23 @@ ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "samples"
 
 
-def _heavy(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("engine", "model"))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers one of them runs every file that starts an engine or loads the model, so
+    that each is started once, and begins with them; the others run the rest, test by test."""
+    from xdist.scheduler import LoadScopeScheduling
 
+    marks = ("mark.engine", "mark.model")
+    heavy = {
+        f"tests/{file.name}"
+        for file in (ROOT / "tests").glob("test_*.py")
+        if any(mark in file.read_text(encoding="utf-8") for mark in marks)
+    }
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """With several workers one of them runs everything that starts an engine or loads the model, so
-    that each is started once; the others run the rest. Said here, and not when the whole list is
-    there, because xdist reads the groups before a conftest may change that list."""
-    if _heavy(item):
-        item.add_marker(pytest.mark.xdist_group("engine"))
+    class EnginesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if nodeid.partition("::")[0] in heavy else nodeid
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long group first, so that it does not start when the rest is done."""
-    items.sort(key=lambda item: not _heavy(item))
+    return EnginesTogether(config, log)
 
 
 @dataclass(frozen=True)
