@@ -99,7 +99,7 @@ def _change(
     return replace(
         row,
         section="statistical",
-        value=_less(row.value, reach),
+        value=float(change.mean()),
         lower=_less(row.lower, reach),
         upper=_less(row.upper, reach),
         limit=allowed,
