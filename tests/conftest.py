@@ -21,20 +21,20 @@ SAMPLES = ROOT / "samples"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers one of them runs every file that starts an engine or loads the model, so
-    that each is started once, and begins with them; the others run the rest, test by test."""
+    """Two long units of work come first: the files that share the main job's runs, so that each is
+    made once, and the other files that start an engine or load the model. Then test by test."""
     from xdist.scheduler import LoadScopeScheduling
 
-    marks = ("mark.engine", "mark.model")
-    heavy = {
-        f"tests/{file.name}"
-        for file in (ROOT / "tests").glob("test_*.py")
-        if any(mark in file.read_text(encoding="utf-8") for mark in marks)
-    }
+    unit: dict[str, str] = {}
+    for file in (ROOT / "tests").glob("test_*.py"):
+        text = file.read_text(encoding="utf-8")
+        if "mark.engine" in text or "mark.model" in text:
+            shared = "quickstart: CommandResult" in text or "exact: CommandResult" in text
+            unit[f"tests/{file.name}"] = "runs" if shared else "engines"
 
     class EnginesTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "engines" if nodeid.partition("::")[0] in heavy else nodeid
+            return unit.get(nodeid.partition("::")[0], nodeid)
 
     return EnginesTogether(config, log)
 
