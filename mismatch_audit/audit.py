@@ -224,8 +224,11 @@ def run_audit(
     gradient: measure the policy-gradient bias of the rollouts too.
     """
     from mismatch_audit.bias import measured
+    from mismatch_audit.control_runs import read_control_run
 
     run = prepare(settings, out, resume=resume)
+    if baseline is not None:
+        read_control_run(baseline.folder)  # a wrong folder is an error now, not after the run
     evidence = execute(run, progress)
     if gradient:
         measured(run, progress)

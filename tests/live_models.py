@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,22 @@ def quantised(weights: Tensors) -> Tensors:
         else:
             out[name] = value
     return out
+
+
+def tokenizer(folder: Path) -> None:
+    """A word-level tokenizer, which a server wants even when it is sent token ids."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(CONFIG["vocab_size"])}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+        bos_token="w0", eos_token="w1", unk_token="w0",
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

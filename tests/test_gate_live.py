@@ -23,7 +23,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from live_models import CONFIG, master, write
+from live_models import CONFIG, master, tokenizer, write
 from safetensors.torch import load_file
 from weights_live_matrix import UNTIED, with_head
 
@@ -114,18 +114,6 @@ def train_step(folder: Path, rate: float = 0.5) -> None:
     names = load_file(folder / "master-0" / "model.safetensors")
     trained = {n: v for n, v in model.state_dict().items() if n in names}
     write(folder / "master-1", trained, UNTIED)
-
-
-def tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(CONFIG["vocab_size"])}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
-        bos_token="w0", eos_token="w1", unk_token="w0",
-    ).save_pretrained(folder)  # fmt: skip
 
 
 def audited(folder: Path) -> Path:

@@ -3,12 +3,10 @@ and the sequence in it, and never a traceback or a silently shorter table."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pickle
 import shutil
 import sqlite3
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import SAMPLES
+from sample_dumps import make
 
 from mismatch_audit.rollouts.formats import drain, open_sources
-
-_spec = importlib.util.spec_from_file_location("make_dumps", SAMPLES / "rollouts" / "make.py")
-assert _spec is not None
-assert _spec.loader is not None
-make = importlib.util.module_from_spec(_spec)
-sys.modules["make_dumps"] = make
-_spec.loader.exec_module(make)
 
 
 @pytest.fixture(scope="module")

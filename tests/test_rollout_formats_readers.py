@@ -4,16 +4,15 @@ must come out equal and unshifted. So an off-by-one, a kept filler or a lost tok
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import SAMPLES
+from sample_dumps import make
 
 from mismatch_audit.rollouts.formats import (
     READERS,
@@ -24,13 +23,6 @@ from mismatch_audit.rollouts.formats import (
     reader,
 )
 from mismatch_audit.rollouts.formats.base import Problem
-
-_spec = importlib.util.spec_from_file_location("make_dumps", SAMPLES / "rollouts" / "make.py")
-assert _spec is not None
-assert _spec.loader is not None
-make = importlib.util.module_from_spec(_spec)
-sys.modules["make_dumps"] = make
-_spec.loader.exec_module(make)
 
 TRUTH = make.sequences()
 BOTH_SIDES = ("plain", "prime-rl", "nemo-rl", "skyrl", "openrlhf", "slime", "areal", "verl", "roll")

@@ -3,24 +3,15 @@ stays with the data. The tokenizer here maps each word to one token, so every co
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SAMPLES
+from sample_dumps import make
 
 from mismatch_audit.rollouts.formats import ReadOptions, drain, open_sources
 from mismatch_audit.rollouts.formats.base import Problem
-
-_spec = importlib.util.spec_from_file_location("make_dumps", SAMPLES / "rollouts" / "make.py")
-assert _spec is not None
-assert _spec.loader is not None
-make = importlib.util.module_from_spec(_spec)
-sys.modules["make_dumps"] = make
-_spec.loader.exec_module(make)
 
 FORMATS = {
     "areal-text": "areal", "verl-text": "verl", "roll-text": "roll", "ms-swift": "ms-swift",

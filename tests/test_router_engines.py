@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_models import CONFIG, master, write
+from live_models import CONFIG, free_port, master, write
 from router_fakes import LAW, table_document
 
 from mismatch_audit.monitor.traffic import read_traffic
@@ -75,12 +74,6 @@ def checkpoint(folder: Path, seed: int) -> Path:
 def launch(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
         return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:

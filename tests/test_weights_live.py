@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ import pytest
 import torch
 import typer
 from click.testing import Result
-from live_models import CONFIG, master, stepped, write
+from live_models import CONFIG, free_port, master, stepped, tokenizer, write
 from typer.testing import CliRunner
 from weights_fault_matrix import between
 from weights_live_matrix import ARGS, DOCS, KINDS, LiveMatrix, faults_of, text
@@ -167,25 +166,6 @@ def test_the_table_in_the_docs_is_these_results(matrix: LiveMatrix) -> None:
 
 
 # ----------------------------------------------------------------------------- a running server
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def tokenizer(folder: Path) -> None:
-    """A word-level tokenizer, which a server wants even when it is sent token ids."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(CONFIG["vocab_size"])}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
-        bos_token="w0", eos_token="w1", unk_token="w0",
-    ).save_pretrained(folder)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,13 +13,33 @@ if TYPE_CHECKING:
     from mismatch_audit.audit import Baseline
     from mismatch_audit.reports.record import Record
 
-__all__ = ["OutputFormat", "announce_in_ci", "baseline_of"]
+__all__ = [
+    "BaselineOption",
+    "FormatOption",
+    "MarginOption",
+    "OutputFormat",
+    "announce_in_ci",
+    "baseline_of",
+]
 
 
 class OutputFormat(StrEnum):
     """What a judging command prints beside its terminal report."""
 
     GITHUB = "github"
+
+
+BaselineOption = Annotated[
+    Path | None, typer.Option(help="An earlier run on these prompts: be no worse than it, too.")
+]
+MarginOption = Annotated[
+    float,
+    typer.Option(help="Share of a limit by which a mean may rise above the baseline.", min=0),
+]
+FormatOption = Annotated[
+    OutputFormat | None,
+    typer.Option("--format", help="github: annotations and step summary inside Actions, too."),
+]
 
 
 def announce_in_ci(record: Record, format: OutputFormat | None) -> None:

@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from mismatch_audit.cli.ci_output import OutputFormat, announce_in_ci, baseline_of
+from mismatch_audit.cli.ci_output import (
+    BaselineOption,
+    FormatOption,
+    MarginOption,
+    announce_in_ci,
+    baseline_of,
+)
 
 
 def judge(
@@ -16,18 +22,9 @@ def judge(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report. Default: RUN/judged-NAME.")
     ] = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(help="An earlier run on these prompts: be no worse than it, too."),
-    ] = None,
-    baseline_margin: Annotated[
-        float,
-        typer.Option(help="Share of a limit by which a mean may rise above the baseline.", min=0),
-    ] = 0.25,
-    format: Annotated[
-        OutputFormat | None,
-        typer.Option("--format", help="github: annotations and step summary inside Actions, too."),
-    ] = None,
+    baseline: BaselineOption = None,
+    baseline_margin: MarginOption = 0.25,
+    format: FormatOption = None,
     exit_zero: Annotated[bool, typer.Option(help="Exit 0 whatever the verdict.")] = False,
 ) -> None:
     """Judge a finished run's tables by another contract. Nothing is run again."""

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mismatch_audit.cli.ci_output import OutputFormat, announce_in_ci, baseline_of
+from mismatch_audit.cli.ci_output import (
+    BaselineOption,
+    FormatOption,
+    MarginOption,
+    OutputFormat,
+    announce_in_ci,
+    baseline_of,
+)
 
 if TYPE_CHECKING:
     from mismatch_audit.reports.record import Record
@@ -55,18 +62,9 @@ def run(
     gradient: Annotated[
         bool, typer.Option(help="Measure the policy-gradient bias of the rollouts too.")
     ] = False,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(help="An earlier run on these prompts: be no worse than it, too."),
-    ] = None,
-    baseline_margin: Annotated[
-        float,
-        typer.Option(help="Share of a limit by which a mean may rise above the baseline.", min=0),
-    ] = 0.25,
-    format: Annotated[
-        OutputFormat | None,
-        typer.Option("--format", help="github: annotations and step summary inside Actions, too."),
-    ] = None,
+    baseline: BaselineOption = None,
+    baseline_margin: MarginOption = 0.25,
+    format: FormatOption = None,
     resume: Annotated[bool, typer.Option(help="Finish a run that was stopped.")] = False,
     overwrite: Annotated[
         bool, typer.Option(help="Remove an earlier run of ours in the folder first.")

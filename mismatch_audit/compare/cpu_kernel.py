@@ -23,7 +23,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from mismatch_audit.compare.numba_support import compiled
+from mismatch_audit.compiling import compiled
 
 BLOCK = 512
 WIDEST = 80.0

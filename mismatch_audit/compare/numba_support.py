@@ -1,4 +1,4 @@
-"""Compiling kernels that release the interpreter lock, and sharing rows out over plain threads.
+"""Sharing rows out over plain threads, for kernels that release the interpreter lock.
 
 No OpenMP of its own, so it is safe next to torch's and inside an engine's worker.
 """
@@ -11,21 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
-from numba import njit
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compiled on first use and kept on disk (beside its file, or in the user's cache).
-
-    numba's cache watches the function's own file alone, so all that it calls belongs there too.
-    """
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # "no locator available": a read-only install and no home directory
-        return njit(nogil=True)(function)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from mismatch_audit.compare.numba_support import compiled, one_thread, share_out
+from mismatch_audit.compare.numba_support import one_thread, share_out
+from mismatch_audit.compiling import compiled
 
 _SLICE_BYTES = 16 << 20  # of widened weights at a time: they stay in the last cache for the matmul
 _ROWS = 128  # rows at a time

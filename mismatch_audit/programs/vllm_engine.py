@@ -29,6 +29,16 @@ def vllm_available() -> tuple[bool, str]:
     return True, "installed"
 
 
+def require_vllm() -> None:
+    """Raises InputError, with the command that mends it, where vLLM is not installed."""
+    usable, reason = vllm_available()
+    if not usable:
+        raise InputError(
+            f"the engine cannot start: {reason}",
+            fix=f"on a CPU: {INSTALL_CPU}; with CUDA: {INSTALL_GPU}",
+        )
+
+
 def launch_env(overrides: dict[str, str], *, cuda: bool) -> dict[str, str]:
     """The engine process's environment.
 
@@ -92,12 +102,7 @@ class VllmEngine:
         log_path: Path,
         command: Sequence[str] = (sys.executable, "-m", "mismatch_audit.programs.vllm_worker"),
     ) -> None:
-        usable, reason = vllm_available()
-        if not usable:
-            raise InputError(
-                f"the engine cannot start: {reason}",
-                fix=f"on a CPU: {INSTALL_CPU}; with CUDA: {INSTALL_GPU}",
-            )
+        require_vllm()
         import torch
 
         self.settings, self.workdir = settings, workdir

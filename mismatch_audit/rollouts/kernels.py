@@ -6,11 +6,11 @@ batches, files and machines merge by adding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from mismatch_audit.compiling import compiled
 
 FEATURES = (
     "rows",  # 1 where both log-probs are finite; the features below are 0 elsewhere
@@ -38,17 +38,6 @@ HISTOGRAM_BINS = 1 << 15
 """Sign, exponent and 6 bits of the mantissa of float32(d): bins 1.6 % wide at every magnitude."""
 
 _SERIES_BELOW = 1e-3
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compiled on first use and kept on disk where that can be written.
-
-    numba's cache watches the function's own file alone, so all that it calls belongs there too.
-    """
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # "no locator available": a read-only install and no home directory
-        return njit(nogil=True)(function)
 
 
 @compiled

@@ -12,7 +12,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,17 @@ class Monitor:
             return self.not_observed(step, error, batch.n_sequences)
         seconds = time.perf_counter() - started
         return _with(decision, {f"{self.prefix}seconds": seconds})
+
+    def observe_from(self, make: Callable[[], TokenBatch], *, step: int) -> Decision:
+        """Read a step and judge it. One that cannot be read is not observed; it raises where
+        ``strict``."""
+        try:
+            batch = make()
+        except Exception as error:
+            if self.strict:
+                raise
+            return self.not_observed(step, error)
+        return self.observe(batch, step=step)
 
     def not_observed(self, step: int, error: BaseException | str, n_sequences: int = 0) -> Decision:
         """Count a step that could not be read: it is UNOBSERVED, and the run cannot PASS."""

@@ -112,17 +112,14 @@ class MismatchAuditCallback:
     def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
         """Judge the step's batch."""
         step = int(callback_input.global_step)
-        try:
+
+        def batch() -> TokenBatch:
             if callback_input.batch is None:
                 raise InputError("the trainer gave no batch", where="on_step_end")
             ids = getattr(callback_input, "trajectory_ids", None)
-            batch = batch_of(callback_input.batch, step, ids)
-        except Exception as error:
-            if self.monitor.strict:
-                raise
-            decision = self.monitor.not_observed(step, error)
-        else:
-            decision = self.monitor.observe(batch, step=step)
+            return batch_of(callback_input.batch, step, ids)
+
+        decision = self.monitor.observe_from(batch, step=step)
         self._metrics = dict(decision.metrics)
         if decision.asks("stop"):
             self.monitor.try_report()

@@ -106,14 +106,9 @@ def before_train_step(
     if state.monitor is None or not state.trainer:
         return
     monitor, step = state.monitor, state.steps
-    try:
-        batch = _batch(state.trainer, state.sampler, state.masks, step)
-    except Exception as error:
-        if monitor.strict:
-            raise
-        state.last = monitor.not_observed(step, error)
-    else:
-        state.last = monitor.observe(batch, step=step)
+    state.last = monitor.observe_from(
+        lambda: _batch(state.trainer, state.sampler, state.masks, step), step=step
+    )
     state.steps += 1
     state.trainer, state.sampler, state.masks = [], [], []
     if state.last.asks("stop"):

@@ -95,14 +95,7 @@ class Hook:
         meta = getattr(data, "meta_info", None) or {}
         step = int(meta.get("global_steps", self.calls))
         self.calls += 1
-        try:
-            batch = batch_of(data, step)
-        except Exception as error:
-            if self.monitor.strict:
-                raise
-            decision = self.monitor.not_observed(step, error)
-        else:
-            decision = self.monitor.observe(batch, step=step)
+        decision = self.monitor.observe_from(lambda: batch_of(data, step), step=step)
         metrics |= decision.metrics
         if decision.asks("stop"):
             self.monitor.try_report()

@@ -10,7 +10,7 @@ import torch
 
 from mismatch_audit.weights.rounding import Rounding, nearest, pattern
 from mismatch_audit.weights.sides import Overlap
-from mismatch_audit.weights.tally import Operand, Plain, Tally, blocks, tally_rows
+from mismatch_audit.weights.tally import Operand, Plain, Tally, Wrapped, blocks, tally_rows
 
 # Larger tensors are tested for permutations only when the sums agree; far larger ones never.
 _ALWAYS, _NEVER = 1 << 20, 1 << 28
@@ -41,19 +41,10 @@ def transposed(master: Operand) -> Operand | None:
 
 
 @dataclass(frozen=True)
-class Reordered:
+class Reordered(Wrapped):
     """Rows of a master in another order (gathered block by block)."""
 
-    inner: Operand
     order: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.inner.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inner.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         wanted = self.order[begin:end].tolist()
@@ -73,19 +64,10 @@ def rolled(master: Operand, axis: str) -> Operand:
 
 
 @dataclass(frozen=True)
-class _Halves:
+class _Halves(Wrapped):
     """The lower half of the rows first."""
 
-    inner: Operand
     half: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.inner.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inner.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         parts = []
@@ -97,18 +79,8 @@ class _Halves:
 
 
 @dataclass(frozen=True)
-class _ColumnHalves:
+class _ColumnHalves(Wrapped):
     """The right half of the columns first."""
-
-    inner: Operand
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.inner.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inner.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         return self.inner.rows(begin, end).roll(self.shape[1] // 2, 1)

@@ -52,8 +52,8 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Unsigned:
-    """An operand whose negative zeros are read as positive ones."""
+class Wrapped:
+    """An operand of another's shape and dtype, whose rows a subclass makes from ``inner``'s."""
 
     inner: Operand
 
@@ -64,6 +64,11 @@ class Unsigned:
     @property
     def dtype(self) -> torch.dtype:
         return self.inner.dtype
+
+
+@dataclass(frozen=True)
+class Unsigned(Wrapped):
+    """An operand whose negative zeros are read as positive ones."""
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         return self.inner.rows(begin, end) + 0.0

@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kernel_contracts.errors import InputError
 from mismatch_audit.programs.process import EngineProcess
 from mismatch_audit.programs.vllm_engine import (
-    INSTALL_CPU,
-    INSTALL_GPU,
     engine_args,
     launch_env,
-    vllm_available,
+    require_vllm,
 )
 from mismatch_audit.settings import EngineSettings
 from mismatch_audit.weights.live.base import IN_PROCESS, NextToken, Version
@@ -42,12 +39,7 @@ class ProcessEngine(ExtensionEngine):
         startup_timeout: float = 600,
         scratch: Path | None = None,
     ) -> None:
-        usable, reason = vllm_available()
-        if not usable:
-            raise InputError(
-                f"the engine cannot start: {reason}",
-                fix=f"on a CPU: {INSTALL_CPU}; with CUDA: {INSTALL_GPU}",
-            )
+        require_vllm()
         import torch
 
         super().__init__(f"{IN_PROCESS}{checkpoint}", scratch)
