@@ -143,9 +143,20 @@ class HttpEngine(ExtensionEngine):
         found = _HITS.findall(text) if status == 200 else []
         return round(sum(float(value) for value in found)) if found else None
 
+    def _settled_hits(self) -> int | None:
+        """Hits so far, once the counter stands still: the server counts a moment after it answers,
+        and an earlier request's hits must not be taken for the next one's."""
+        hits = self._hits()
+        for _ in range(10):
+            time.sleep(0.2)
+            earlier, hits = hits, self._hits()
+            if hits == earlier:
+                break
+        return hits
+
     def _counted_since(self, before: int) -> int | None:
         """Hits since then. The server counts a moment after it answers: ask again before "none"."""
-        for pause in (0.0, 0.1, 0.3):
+        for pause in (0.0, 0.1, 0.3, 1.0):
             time.sleep(pause)
             after = self._hits()
             if after is None or after > before:
@@ -160,7 +171,7 @@ class HttpEngine(ExtensionEngine):
         tokens = []
         for ids in prompts:
             salt = {} if use_cache else {"cache_salt": uuid.uuid4().hex}
-            before = self._hits()
+            before = self._settled_hits()
             choice = self._complete(ids, logprobs=TOP, return_tokens_as_token_ids=True, **salt)
             details = choice["usage"].get("prompt_tokens_details") or {}
             cached = details.get("cached_tokens")
