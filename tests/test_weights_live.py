@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from mismatch_audit.weights.live.audit import audit_sync
 from mismatch_audit.weights.live.base import is_engine_spec, open_engine
 from mismatch_audit.weights.live.faults import MENU
 from mismatch_audit.weights.live.http import EXTENSION, HttpEngine
+from mismatch_audit.weights.live.transit import LOADERS, Complaints
 from mismatch_audit.weights.memory import memory_side
 from mismatch_audit.weights.sides import open_side
 
@@ -188,7 +190,12 @@ def server(tied: Path) -> Iterator[str]:
         "--worker-extension-cls", EXTENSION,
     ]  # fmt: skip
     env = launch_env(
-        {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, cuda=False
+        {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "ERROR",  # as TRL starts one: complaints must be heard all the same
+        },
+        cuda=False,
     )
     log = tied / "server.log"
     with log.open("wb") as out:
@@ -270,6 +277,22 @@ def test_a_tied_head_that_is_stale_with_its_embedding_is_not_called_untied() -> 
     served = memory_side("served", read, CONFIG)
     report = compare_sides(trainer, served, memory_side("previous", old, CONFIG))
     assert Fault.UNTIED in {finding.fault for finding in report.findings}
+
+
+def test_a_loaders_complaints_are_heard_in_an_engine_that_was_asked_to_be_quiet() -> None:
+    quiet, loader = logging.getLogger("vllm"), logging.getLogger(LOADERS[1])
+    before = quiet.level, loader.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        with Complaints() as heard:
+            loader.warning("%s: Failed to load weights", "ParallelLMHead")
+            loader.warning("%s: Failed to load weights", "RotaryEmbedding")  # a computed table
+            loader.warning("loaded in 3 s")
+        loader.warning("%s: Failed to load weights", "afterwards")
+    finally:
+        quiet.setLevel(before[0])
+    assert heard.lines == ["ParallelLMHead: Failed to load weights"]
+    assert loader.level == before[1]
 
 
 class _Plain(BaseHTTPRequestHandler):

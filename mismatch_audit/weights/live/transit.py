@@ -11,26 +11,31 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 _SHARD_BYTES = 1 << 30
-_LOADERS = ("vllm.model_executor.model_loader.reload.inplace",
+LOADERS = ("vllm.model_executor.model_loader.reload.inplace",
             "vllm.model_executor.model_loader.reload.layerwise")  # fmt: skip
 _TABLES = "RotaryEmbedding:"  # computed, in no checkpoint: the loader complains every time
 
 
 class Complaints(logging.Handler):
-    """What the loader says about weights that it was not given."""
+    """What the loader says about weights that it was not given, however quiet the engine was asked
+    to be: TRL sets VLLM_LOGGING_LEVEL=ERROR, under which the loader's warnings are never made."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        self._levels: list[tuple[logging.Logger, int]] = []
 
     def __enter__(self) -> Complaints:
-        for name in _LOADERS:
-            logging.getLogger(name).addHandler(self)
+        self._levels = [(logger, logger.level) for logger in map(logging.getLogger, LOADERS)]
+        for logger, _ in self._levels:
+            logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING))
+            logger.addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in _LOADERS:
-            logging.getLogger(name).removeHandler(self)
+        for logger, level in self._levels:
+            logger.removeHandler(self)
+            logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
