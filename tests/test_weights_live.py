@@ -193,7 +193,7 @@ def server(tied: Path) -> Iterator[str]:
         {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "ERROR",  # as TRL starts one: complaints must be heard all the same
+            "VLLM_LOGGING_LEVEL": "ERROR",  # as TRL has it: complaints must be heard
         },
         cuda=False,
     )
