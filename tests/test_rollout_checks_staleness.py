@@ -121,7 +121,8 @@ def test_token_versions_are_used_token_by_token() -> None:
 
     log = each(edit)(make_log(steps=3))
     log.rows = [r for r in log.rows if r["step"] > 0]
-    lag, known = token_lag(view(next(log.batches())))
+    batch = next(log.batches())
+    lag, known = token_lag(view(batch))
     assert known is not None
     assert set(lag[known].tolist()) == {0, 1}
     out = measure(log)

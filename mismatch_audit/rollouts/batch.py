@@ -29,6 +29,8 @@ class TokenBatch:
     def __init__(self, records: pa.RecordBatch, source: str = "", first_row: int = 0) -> None:
         self.records, self.source, self.first_row = records, source, first_row
         self._has: dict[str, bool] = {}
+        self._flat: dict[str, Array] = {}
+        self._valid: dict[str, Array] = {}
 
     @property
     def n_sequences(self) -> int:
@@ -102,10 +104,14 @@ class TokenBatch:
 
     def tokens(self, name: str) -> Array:
         """``[N]`` of a per-token column; a null list counts as nulls."""
+        if name not in self._flat:
+            self._flat[name] = self._flatten(name)[0]
         return self._flat[name]
 
     def present(self, name: str) -> Array:
         """``[N]`` bool: the token has a value (NaN counts as none)."""
+        if name not in self._valid:
+            self._valid[name] = self._validity(name)
         return self._valid[name]
 
     @cached_property
@@ -130,17 +136,9 @@ class TokenBatch:
         sampler = self.tokens("sampler_logprob").astype(np.float64)
         return np.asarray(self.tokens("trainer_logprob").astype(np.float64) - sampler)
 
-    @cached_property
-    def _flat(self) -> _Lazy:
-        return _Lazy(lambda name: self._flatten(name)[0])
-
-    @cached_property
-    def _valid(self) -> _Lazy:
-        return _Lazy(self._validity)
-
     def _validity(self, name: str) -> Array:
         if LISTS[name].startswith("float"):
-            return np.asarray(~np.isnan(self._flat[name]))
+            return np.asarray(~np.isnan(self.tokens(name)))
         return self._flatten(name)[1]
 
     def _flatten(self, name: str) -> tuple[Array, Array]:
@@ -160,18 +158,6 @@ class TokenBatch:
         values[rows] = _filled(inner, kind)
         valid[rows] = inner.is_valid().to_numpy(zero_copy_only=False)
         return values, valid
-
-
-class _Lazy(dict[str, Array]):
-    """Columns decoded once, when first asked for."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, name: str) -> Array:
-        self[name] = self._make(name)
-        return self[name]
 
 
 def _absent(kind: str, n: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -61,13 +62,13 @@ class Sample:
         self.tokens = 0
         self._heap: list[int] = []
         self._ceiling = 1 << 64
-        self._last: TokenBatch | None = None
+        self._last: weakref.ref[TokenBatch] | None = None
 
     def update(self, batch: TokenBatch) -> None:
         """Take what belongs; a second call with the same batch does nothing."""
-        if batch is self._last:
+        if self._last is not None and batch is self._last():
             return
-        self._last = batch
+        self._last = weakref.ref(batch)
         tokens = view(batch)
         names, steps = tokens.keys, tokens.scalar("step")
         code = np.array([_hash(f"{n}/{s}") for n, s in zip(names, steps, strict=True)], object)

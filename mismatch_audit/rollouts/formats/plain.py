@@ -106,7 +106,8 @@ def _parquet(path: Path, options: ReadOptions) -> Source:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
+        # pre_buffer holds on to every group that was read: 1.6 GB after 100 million tokens, and no faster.
+        file = pq.ParquetFile(path, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"not readable as Parquet: {_short(error)}", where=str(path)) from None
     found = file.schema_arrow.names
