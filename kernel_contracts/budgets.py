@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import binom
 
+from kernel_contracts.confidence.laws import binomial_quantile
 from kernel_contracts.errors import InputError
 
 __all__ = [
@@ -147,7 +147,7 @@ def flip_budget_drift(
     if bool(np.isnan(m).any()) or bool((m < 0).any()):
         raise InputError("margins must be measured (no NaN) and not negative")
     n, left = len(m), flip_budget - exceed_share
-    rank = int(binom.ppf(alpha, n, left)) if n else 0
+    rank = binomial_quantile(alpha, n, left) if n else 0
     if rank < 1:
         needed = math.ceil(math.log(alpha) / math.log1p(-left)) if left < 1 else 1
         raise InputError(

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binom
 
 from kernel_contracts.clauses import (
     Clause,
@@ -29,6 +28,7 @@ from kernel_contracts.clauses import (
 )
 from kernel_contracts.commented import commented
 from kernel_contracts.confidence import mean_bounds, prompt_order, zero_failure_n
+from kernel_contracts.confidence.laws import binomial_cdf, binomial_quantile
 from kernel_contracts.contract import Contract
 from kernel_contracts.definitions import EscalationRule, When
 from kernel_contracts.errors import InputError
@@ -90,9 +90,9 @@ def tolerance_rank(n: int, coverage: float, confidence: float) -> int | None:
     P(Binomial(n, coverage) <= k - 1), for every law. The smallest such k; None if n is too small.
     """
     _shares(coverage, confidence)
-    if n < 1 or float(binom.cdf(n - 1, n, coverage)) < confidence:
+    if n < 1 or binomial_cdf(n - 1, n, coverage) < confidence:
         return None
-    return int(binom.ppf(confidence, n, coverage)) + 1
+    return binomial_quantile(confidence, n, coverage) + 1
 
 
 def tolerance_n(coverage: float, confidence: float) -> int:

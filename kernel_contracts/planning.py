@@ -12,7 +12,6 @@ from math import log1p, sqrt
 
 import numpy as np
 import pandas as pd
-from scipy.stats import norm
 
 from kernel_contracts.clauses import (
     Clause,
@@ -22,6 +21,7 @@ from kernel_contracts.clauses import (
     StatisticalClause,
 )
 from kernel_contracts.confidence import betting_n, mean_bounds, power_n, zero_failure_n
+from kernel_contracts.confidence.laws import normal_sf
 from kernel_contracts.confidence.planning import Law
 from kernel_contracts.contract import Contract
 from kernel_contracts.definitions import SliceDefinition
@@ -200,7 +200,7 @@ def _mean_n(
 def _share_above(mean: float, cv: float, ceiling: float) -> float:
     """P(X > ceiling) of a log-normal."""
     sigma = sqrt(log1p(cv * cv))
-    return float(norm.sf(np.log(ceiling / mean) / sigma + sigma / 2))
+    return normal_sf(float(np.log(ceiling / mean)) / sigma + sigma / 2)
 
 
 def _tail_n(tail: float, above: float, alpha: float, power: float) -> int | None:

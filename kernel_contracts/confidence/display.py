@@ -12,7 +12,6 @@ from math import log, sqrt
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import norm
 
 from kernel_contracts.confidence._checks import (
     FloatArray,
@@ -20,6 +19,7 @@ from kernel_contracts.confidence._checks import (
     check_probability,
     finite_vector,
 )
+from kernel_contracts.confidence.laws import normal_quantile
 from kernel_contracts.confidence.proportions import check_counts
 from kernel_contracts.errors import InputError
 
@@ -33,7 +33,7 @@ def wilson(k: int, n: int, alpha: float) -> tuple[float, float]:
     check_counts(k, n)
     if n == 0:
         return 0.0, 1.0
-    z = float(norm.isf(alpha))
+    z = normal_quantile(1 - alpha)
     p = k / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
@@ -45,7 +45,7 @@ def normal_bounds(x: ArrayLike, alpha: float) -> tuple[float, float]:
     """mean -+ z * standard error, each one-sided at ``alpha``; needs two values."""
     check_probability("alpha", alpha)
     values = _at_least("x", finite_vector("x", x), 2)
-    half = float(norm.isf(alpha)) * float(values.std(ddof=1)) / sqrt(values.size)
+    half = normal_quantile(1 - alpha) * float(values.std(ddof=1)) / sqrt(values.size)
     return float(values.mean()) - half, float(values.mean()) + half
 
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import binom, norm
 
 from kernel_contracts.confidence._checks import (
     FloatArray,
@@ -27,6 +26,7 @@ from kernel_contracts.confidence.betting import (
     mean_bounds,
     stakes_below,
 )
+from kernel_contracts.confidence.laws import binomial_cdf, normal_quantile
 from kernel_contracts.errors import InputError
 
 MOST_PROMPTS = 1_000_000
@@ -59,7 +59,7 @@ def power_n(limit: float, p0: float, alpha: float, power: float) -> tuple[int, i
     n = zero_failure_n(limit, alpha)
     c = 0
     while n <= MOST_PROMPTS:
-        if float(binom.cdf(c, n, p0)) >= power:
+        if binomial_cdf(c, n, p0) >= power:
             return n, c
         c += 1
         n = _fewest_for(c, n, limit, alpha)
@@ -69,11 +69,11 @@ def power_n(limit: float, p0: float, alpha: float, power: float) -> tuple[int, i
 def _fewest_for(c: int, start: int, limit: float, alpha: float) -> int:
     # Smallest n >= start with P(Bin(n, limit) <= c) <= alpha; that probability falls with n.
     low, high = start, start
-    while float(binom.cdf(c, high, limit)) > alpha:
+    while binomial_cdf(c, high, limit) > alpha:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if float(binom.cdf(c, middle, limit)) > alpha:
+        if binomial_cdf(c, middle, limit) > alpha:
             low = middle
         else:
             high = middle
@@ -93,7 +93,7 @@ def mean_n(cv: float, fraction: float, alpha: float = 0.05, power: float = 0.9) 
     check_probability("power", power)
     if fraction == 1.0:
         raise InputError("a mean equal to its limit is never decided", where="fraction")
-    z = float(norm.isf(alpha) + norm.ppf(power))
+    z = normal_quantile(1 - alpha) + normal_quantile(power)
     return ceil((z * cv * fraction / (1 - fraction)) ** 2)
 
 
@@ -207,7 +207,7 @@ def prompts_to_decide(
     side: Decision = "PASS" if bounds.estimate < limit else "FAIL"
     values = np.clip(finite_vector("x", x) / ceiling, 0.0, 1.0)
     w = scaled_weights(weights, weight_cap, values.size)
-    z, level = float(norm.ppf(power)), log(1.0 / alpha)
+    z, level = normal_quantile(power), log(1.0 / alpha)
 
     def enough(n: int) -> bool:
         if side == "PASS":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from scipy.stats import beta, binom
-
 from kernel_contracts.confidence._checks import check_probability
+from kernel_contracts.confidence.laws import beta_quantile, binomial_cdf, binomial_sf
 from kernel_contracts.errors import InputError
 
 
@@ -29,8 +28,8 @@ def clopper_pearson(k: int, n: int, alpha: float) -> tuple[float, float]:
     """
     check_probability("alpha", alpha)
     check_counts(k, n)
-    lower = 0.0 if k == 0 else float(beta.ppf(alpha, k, n - k + 1))
-    upper = 1.0 if k == n else float(beta.ppf(1.0 - alpha, k + 1, n - k))
+    lower = 0.0 if k == 0 else beta_quantile(alpha, k, n - k + 1)
+    upper = 1.0 if k == n else beta_quantile(1.0 - alpha, k + 1, n - k)
     return lower, upper
 
 
@@ -46,4 +45,4 @@ def proportion_p_value(k: int, n: int, limit: float, *, above: bool) -> float:
         raise InputError(f"a proportion's limit lies in [0, 1], got {limit}", where="limit")
     if n == 0:
         return 1.0
-    return float(binom.sf(k - 1, n, limit) if above else binom.cdf(k, n, limit))
+    return binomial_sf(k - 1, n, limit) if above else binomial_cdf(k, n, limit)

@@ -49,9 +49,11 @@ def rollouts(
     from kernel_contracts.errors import InputError
     from mismatch_audit.cli.progress import progress_display
     from mismatch_audit.reports.terminal import render_terminal
+    from mismatch_audit.rollouts.allocator import keep_freed_memory
     from mismatch_audit.rollouts.formats import ReadOptions
     from mismatch_audit.rollouts.whole import audit_rollouts
 
+    keep_freed_memory()
     renamed = {}
     for item in field or []:
         ours, sign, theirs = item.partition("=")

@@ -55,19 +55,21 @@ def features(q: float, p: float, thresholds: Any, out: Any) -> None:
         return
     d = p - q
     a = abs(d)
-    capped = min(max(d, -EXPONENT_CAP), EXPONENT_CAP)
-    w = np.exp(capped)
+    if a < _SERIES_BELOW:
+        k3 = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d / 720))))
+        w = 1.0 + d + k3
+    else:
+        w = np.exp(min(max(d, -EXPONENT_CAP), EXPONENT_CAP))
+        k3 = w - 1.0 - d
     out[0] = 1.0
     out[1] = d
     out[2] = a
     out[3] = d * d
-    if a < _SERIES_BELOW:
-        out[4] = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d / 720))))
-    else:
-        out[4] = w - 1.0 - d
+    out[4] = k3
     out[5] = w * w
     out[6] = w if d >= 0.0 else 1.0 / w
-    out[7] = abs(np.exp(p) - np.exp(q))
+    # |p - q| = q |w - 1|, and w - 1 = d + k3: an exponential less
+    out[7] = np.exp(q) * abs(d + k3) if a < EXPONENT_CAP else abs(np.exp(p) - np.exp(q))
     out[8] = q
     for j in range(thresholds.size):
         if a > thresholds[j]:
@@ -99,6 +101,7 @@ def bin_codes(values: Any, edges: Any, out: Any, start: int, stop: int) -> None:
     """Which of the intervals [edges[i], edges[i + 1]) a value is in, the last closed on the right;
     -1 outside, -2 where NaN. out: int16."""
     last = edges.size - 1
+    code = 0
     for t in range(start, stop):
         value = np.float64(values[t])
         if np.isnan(value):
@@ -107,9 +110,11 @@ def bin_codes(values: Any, edges: Any, out: Any, start: int, stop: int) -> None:
         if not (value >= edges[0] and value <= edges[last]):
             out[t] = -1
             continue
-        code = 0
-        while code < last - 1 and value >= edges[code + 1]:
-            code += 1
+        # Neighbours are often in one interval (positions are): the last one is asked first.
+        if not (value >= edges[code] and value < edges[code + 1]):
+            code = 0
+            while code < last - 1 and value >= edges[code + 1]:
+                code += 1
         out[t] = code
 
 
@@ -137,10 +142,21 @@ def positions(offsets: Any, starts: Any, out: Any) -> None:
 
 
 @compiled
+def count_changes(codes: Any, out: Any) -> None:
+    """out[b] = how often codes[b] changes from one token to the next; codes: [B, N]."""
+    for b in range(codes.shape[0]):
+        count = 0
+        for t in range(1, codes.shape[1]):
+            count += codes[b, t] != codes[b, t - 1]
+        out[b] = count
+
+
+@compiled
 def add_up(
     sampler: Any, trainer: Any, mask: Any, offsets: Any,
     order: Any, clusters: Any, first: int, last: int,
-    sequence_codes: Any, token_codes: Any, token_base: Any, thresholds: Any,
+    sequence_codes: Any, token_codes: Any, token_base: Any, steady: Any, quick: Any,
+    thresholds: Any,
     sequence_sums: Any, scratch: Any, touched: Any, is_touched: Any,
     out_slot: Any, out_cluster: Any, out_sums: Any,
     histogram: Any, extremes: Any, bands: Any, outside: Any, nulls: Any,
@@ -149,7 +165,9 @@ def add_up(
 
     order: [S] sequences, those of one cluster side by side.  clusters: [C + 1] edges into order.
     sequence_codes: int32 [S, A] slot or -1 (no group), -2 (null).  token_codes: int16 [B, N], slot
-    less token_base[B], same marks.  sequence_sums: [S, K], overwritten.  scratch: [slots, K] zeros.
+    less token_base[B], same marks; those in ``steady`` seldom change (a position's bin), so that
+    their tokens are added a stretch at a time, those in ``quick`` token by token.
+    sequence_sums: [S, K], overwritten.  scratch: [slots, K] zeros.
     touched: int32 [slots].  is_touched: uint8 [slots] zeros.  out_*: rows given; there must be room
     for one cluster.  histogram: int64 [HISTOGRAM_BINS], added to by the high bits of float32(d).
     extremes: float64 [2], least and greatest d so far.  bands: float64 [C, 2] of d; outside: int64
@@ -159,8 +177,9 @@ def add_up(
     Returns (clusters done, rows given): the room may be used up before the last.
     """
     k_all = sequence_sums.shape[1]
-    n_sequence, n_token = sequence_codes.shape[1], token_codes.shape[0]
-    token = np.empty(k_all)
+    n_sequence = sequence_codes.shape[1]
+    token, stretch = np.empty(k_all), np.zeros(k_all)
+    current = np.full(steady.size, -1, dtype=np.int16)
     given = 0
     for c in range(first, last):
         if given + scratch.shape[0] > out_slot.size:
@@ -170,12 +189,40 @@ def add_up(
             s = order[place]
             for k in range(k_all):
                 sequence_sums[s, k] = 0.0
-            tokens = 0
-            for t in range(offsets[s], offsets[s + 1]):
-                if not mask[t]:
-                    continue
-                tokens += 1
+            tokens = length = 0
+            end = offsets[s + 1]
+            for t in range(offsets[s], end + 1):
+                if t < end:
+                    if not mask[t]:
+                        continue
+                    same = True
+                    for i in range(steady.size):
+                        same &= token_codes[steady[i], t] == current[i]
+                if (t == end or not same) and length > 0:
+                    for i in range(steady.size):
+                        code = current[i]
+                        if code >= 0:
+                            slot = token_base[steady[i]] + code
+                            if is_touched[slot] == 0:
+                                is_touched[slot] = 1
+                                touched[count] = slot
+                                count += 1
+                            for k in range(k_all):
+                                scratch[slot, k] += stretch[k]
+                        elif code == -2:
+                            nulls[n_sequence + steady[i]] += length
+                    for k in range(k_all):
+                        sequence_sums[s, k] += stretch[k]
+                        stretch[k] = 0.0
+                    tokens += length
+                    length = 0
+                if t == end:
+                    break
+                if not same:
+                    for i in range(steady.size):
+                        current[i] = token_codes[steady[i], t]
                 features(np.float64(sampler[t]), np.float64(trainer[t]), thresholds, token)
+                length += 1
                 if token[0] > 0.0:
                     bits = np.float32(token[1]).view(np.uint32)
                     histogram[bits >> np.uint32(17)] += 1
@@ -184,35 +231,38 @@ def add_up(
                     for i in range(outside.size):
                         if token[1] < bands[i, 0] or token[1] > bands[i, 1]:
                             outside[i] += 1
-                for k in range(k_all):
-                    sequence_sums[s, k] += token[k]
-                for b in range(n_token):
+                for k in range(N_FEATURES):
+                    stretch[k] += token[k]
+                for k in range(N_FEATURES, k_all):
+                    stretch[k] += token[k]
+                for i in range(quick.size):
+                    b = quick[i]
                     code = token_codes[b, t]
-                    if code < 0:
-                        if code == -2:
-                            nulls[n_sequence + b] += 1
-                        continue
-                    slot = token_base[b] + code
+                    if code >= 0:
+                        slot = token_base[b] + code
+                        if is_touched[slot] == 0:
+                            is_touched[slot] = 1
+                            touched[count] = slot
+                            count += 1
+                        for k in range(N_FEATURES):
+                            scratch[slot, k] += token[k]
+                        for k in range(N_FEATURES, k_all):
+                            scratch[slot, k] += token[k]
+                    elif code == -2:
+                        nulls[n_sequence + b] += 1
+            if tokens == 0:
+                continue
+            for a in range(n_sequence):
+                slot = sequence_codes[s, a]
+                if slot >= 0:
                     if is_touched[slot] == 0:
                         is_touched[slot] = 1
                         touched[count] = slot
                         count += 1
                     for k in range(k_all):
-                        scratch[slot, k] += token[k]
-            if tokens == 0:
-                continue
-            for a in range(n_sequence):
-                slot = sequence_codes[s, a]
-                if slot < 0:
-                    if slot == -2:
-                        nulls[a] += tokens
-                    continue
-                if is_touched[slot] == 0:
-                    is_touched[slot] = 1
-                    touched[count] = slot
-                    count += 1
-                for k in range(k_all):
-                    scratch[slot, k] += sequence_sums[s, k]
+                        scratch[slot, k] += sequence_sums[s, k]
+                elif slot == -2:
+                    nulls[a] += tokens
         for i in range(count):
             slot = touched[i]
             is_touched[slot] = 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mismatch_audit.rollouts.checks.pack_kernels import add_lags
 from mismatch_audit.rollouts.checks.view import TokenView
 
 Array = npt.NDArray[Any]
@@ -96,60 +97,19 @@ class LagSums:
 
     def add(self, tokens: TokenView, lag: Array, known: Array) -> None:
         """lag, known: ``[M]`` of the view's comparable tokens."""
-        by_token = tokens.has("token_version")
-        self.by_token |= by_token
+        self.by_token |= tokens.has("token_version")
         at = self.index(lag)
         if not known.all():
             at = np.where(known, at, self.SIZE)  # a row of its own, dropped below
-        r, size = tokens.ratio, tokens.abs_d
-        gap = r - 1.0
-        away = np.abs(gap)
-        outside = away > self.clip
-        gated, advantages = self._gated(tokens, gap, outside)
-        if by_token:
-            owner, count = at, np.ones(len(at))
-            columns = [count, tokens.d, size, gap - tokens.d, 0.5 * away, r, r * r, outside]
-            columns += [gated, advantages]
-        else:  # one lag a sequence: sums a sequence, most of which other checks have worked out
-            owner = np.full(len(tokens.n), self.SIZE)
-            owner[tokens.n > 0] = at[tokens.last]
-            columns = [tokens.n, tokens.sum_d, tokens.sum_abs, tokens.sum_k3]
-            columns += [0.5 * tokens.sums(away), tokens.sum_ratio]
-            columns += [tokens.sums(v) for v in (r * r, outside, gated, advantages)]
-        for k, values in enumerate(columns):
-            self.table[:, k] += np.bincount(owner, values, self.SIZE + 1)[: self.SIZE]
-        self._histogram(at, size)
+        table = np.zeros((self.SIZE + 1, len(_COLUMNS)))
+        histogram = np.zeros((self.SIZE + 1, PER_OCTAVE * OCTAVES))
+        add_lags(
+            at, tokens.d, tokens.abs_d, tokens.ratio, _advantage(tokens), self.clip,
+            LOWEST, PER_OCTAVE, table, histogram,
+        )  # fmt: skip
+        self.table += table[: self.SIZE]
+        self.histogram += histogram[: self.SIZE]
         self._lengths(tokens, lag, known)
-
-    def _histogram(self, at: Array, size: Array) -> None:
-        bins = size.astype(np.float32)
-        with np.errstate(divide="ignore"):
-            np.log2(bins, out=bins)
-        bins -= LOWEST
-        bins *= PER_OCTAVE
-        width = PER_OCTAVE * OCTAVES
-        whole = np.clip(bins, 0, width - 1, out=bins).astype(np.int64)
-        if len(at) and at[0] == at[-1] and bool((at == at[0]).all()):
-            if at[0] < self.SIZE:
-                self.histogram[at[0]] += np.bincount(whole, None, width)
-            return
-        flat = np.bincount(at * width + whole, None, (self.SIZE + 1) * width)
-        self.histogram += flat[: self.SIZE * width].reshape(self.SIZE, width)
-
-    def _gated(self, tokens: TokenView, gap: Array, outside: Array) -> tuple[Array, Array]:
-        """Tokens whose gradient a PPO clip removes: ratio too high and A > 0, or too low and A < 0;
-        and the tokens of known advantage that is not 0."""
-        advantage = None
-        if tokens.has("advantage"):
-            advantage = tokens.pack("advantage")
-        elif tokens.has("sequence_advantage"):
-            sequence = tokens.scalar("sequence_advantage")
-            advantage = np.repeat(sequence, tokens.n.astype(np.int64))
-        if advantage is None:
-            none = np.zeros(len(gap))
-            return none, none
-        known = np.isfinite(advantage) & (advantage != 0)
-        return known & outside & (gap * advantage > 0), known
 
     def _lengths(self, tokens: TokenView, lag: Array, known: Array) -> None:
         full = tokens.n > 0
@@ -172,6 +132,15 @@ class LagSums:
                 length_histogram=self.lengths[i],
                 **sums,
             )
+
+
+def _advantage(tokens: TokenView) -> Array:
+    """``[M]``, NaN where it is not known."""
+    if tokens.has("advantage"):
+        return tokens.pack("advantage")
+    if tokens.has("sequence_advantage"):
+        return np.repeat(tokens.scalar("sequence_advantage"), tokens.n.astype(np.int64))
+    return np.full(len(tokens.d), np.nan, dtype=np.float32)
 
 
 def _quantile(histogram: Array, q: float) -> float:

@@ -146,14 +146,15 @@ def audit_sources(
                     read.errors.append(str(item.error))
                     continue
                 batch, codes = item
-                stream.update(batch, codes)
-                missing.update(batch)
+                counted = stream.start(batch, codes)
                 began = perf_counter()
                 for check in running:
                     check.update(batch)
                 if staleness is not None:
                     staleness.update(batch)
                 checking += perf_counter() - began
+                missing.update(batch)
+                counted()
                 read.sequences += batch.n_sequences
                 read.tokens += batch.n_tokens
                 tell(min(done + _guess(read, reads), total))

@@ -200,17 +200,22 @@ def token_lag(tokens: TokenView) -> tuple[Array, Array | None]:
     By token where token_version is logged (a rollout that was resumed under newer weights), else
     from the sequence's oldest version, which never makes it look fresher than it is.
     """
-    trainer = np.repeat(tokens.scalar("trainer_version"), tokens.n.astype(np.int64))
-    if tokens.has("token_version"):
+    length = tokens.n.astype(np.int64)
+    trainer = tokens.scalar("trainer_version")
+    by_token = tokens.has("token_version")
+    if by_token:
         version = tokens.pack("token_version").astype(np.int64)
+        trainer = np.repeat(trainer, length)
     elif (tokens.version >= 0).any():
-        oldest = tokens.scalar("weights_version_min")
-        oldest = np.where(oldest < 0, tokens.version, oldest)
-        version = np.repeat(oldest, tokens.n.astype(np.int64))
+        version = tokens.scalar("weights_version_min")
+        version = np.where(version < 0, tokens.version, version)
     else:
-        return trainer, None
+        return np.zeros(len(tokens.where), dtype=np.int64), None
     known = (trainer >= 0) & (version >= 0)
-    return np.where(known, trainer - version, 0), known if known.any() else None
+    lag = np.where(known, trainer - version, 0)
+    if not by_token:
+        lag, known = np.repeat(lag, length), np.repeat(known, length)
+    return lag, known if known.any() else None
 
 
 def _ages(strata: Strata, name: str) -> list[dict[str, Any]]:

@@ -50,7 +50,8 @@ class SumStore:
         keys, sums = [], []
         for part in (*self._runs, *self._parts):
             for one in ids:
-                low, high = np.searchsorted(part[0], (one, one + 1))
+                # in the column's own type: otherwise numpy converts a million ids at every call
+                low, high = np.searchsorted(part[0], np.array((one, one + 1), dtype=np.int32))
                 if high > low:
                     keys.append(np.asarray(part[1][low:high]))
                     sums.append(np.asarray(part[2][low:high]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -98,10 +98,15 @@ class Stream:
 
     def update(self, batch: TokenBatch, codes: Codes | None = None) -> None:
         """Count a batch in. codes: of `prepare`, where that was done already."""
+        self.start(batch, codes)()
+
+    def start(self, batch: TokenBatch, codes: Codes | None = None) -> Callable[[], None]:
+        """Begin to count a batch in, in other threads; what is returned waits for them and must be
+        called before the next batch is started."""
         self.sequences += batch.n_sequences
         self.tokens += batch.n_tokens
         if not batch.n_tokens:
-            return
+            return lambda: None
         codes = codes or self.plan.codes(batch)
         keys, order, clusters = _clusters(batch)
         sums = np.empty((batch.n_sequences, self.width))
@@ -110,15 +115,19 @@ class Stream:
             self._pool.submit(self._add_up, batch, codes, keys, order, clusters, sums, low, high)
             for low, high in shares
         ]
-        for task in tasks:
-            distribution, nulls, rows = task.result()
-            self.distribution.add(distribution)
-            for one, count in zip(codes.owners, nulls, strict=True):
-                one.nulls += int(count)
-            for ids, prompts, values in rows:
-                self.store.add(ids, prompts, values)
-        self._keep_totals(batch, sums)
-        self._keep_points(batch)
+
+        def finish() -> None:
+            for task in tasks:
+                distribution, nulls, rows = task.result()
+                self.distribution.add(distribution)
+                for one, count in zip(codes.owners, nulls, strict=True):
+                    one.nulls += int(count)
+                for ids, prompts, values in rows:
+                    self.store.add(ids, prompts, values)
+            self._keep_totals(batch, sums)
+            self._keep_points(batch)
+
+        return finish
 
     def _add_up(
         self, batch: TokenBatch, codes: Codes, keys: Array, order: Array, clusters: Array,
@@ -136,7 +145,8 @@ class Stream:
             low, given = k.add_up(
                 batch.tokens("sampler_logprob"), batch.tokens("trainer_logprob"), batch.sampled,
                 batch.offsets, order, clusters, low, high, codes.sequence, codes.token, codes.base,
-                self.thresholds, sums, scratch, touched, marks, slot, cluster, values,
+                codes.steady, codes.quick, self.thresholds,
+                sums, scratch, touched, marks, slot, cluster, values,
                 seen.histogram, seen.extremes, self._bands, seen.outside, nulls,
             )  # fmt: skip
             rows.append((codes.ids[slot[:given]], keys[cluster[:given]], values[:given].copy()))

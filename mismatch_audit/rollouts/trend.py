@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from kernel_contracts.confidence.eprocess import EProcess
 
@@ -134,6 +133,8 @@ def _new(base: float) -> EProcess:
 
 def _slope(values: Array) -> dict[str, float]:
     """Theil-Sen slope a step, relative to the median, with Kendall's p (both robust to spikes)."""
+    from scipy import stats  # a second to import: only where there are steps to compare
+
     index = np.array(_spread(len(values), 512))
     chosen = values[index]
     slope = float(stats.theilslopes(chosen, index)[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+import pandas as pd
 
 from mismatch_audit.rollouts.checks.alignment import SampleCheck
 from mismatch_audit.rollouts.checks.base import CheckResult
@@ -64,7 +64,8 @@ class PositionGrowth(SampleCheck):
         ]
         order = list(means)
         values = [means[k].value for k in order]
-        rank = stats.spearmanr(order, values).statistic if len(set(values)) > 1 else 0.0
+        ranks = pd.Series(values).rank()
+        rank = float(np.corrcoef(np.arange(len(order)), ranks)[0, 1]) if ranks.nunique() > 1 else 0
         first, last = means[order[0]], means[order[-1]]
         if last.value > FLOOR and rank >= 0.8 and last.above(first, FACTOR):
             text = f"{last.value / max(first.value, 1e-12):.3g} times from the first to the last"

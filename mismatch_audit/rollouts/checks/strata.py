@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+
+from kernel_contracts.confidence.laws import student_sf
 
 Array = npt.NDArray[Any]
 
@@ -50,7 +51,7 @@ class Mean:
 
 def p_value(gap: float, se: float, df: float) -> float:
     """One-sided p of a gap by Student's t."""
-    return float(stats.t.sf(gap / se, max(df, 1.0))) if se > 0 else 0.0
+    return student_sf(gap / se, max(df, 1.0)) if se > 0 else 0.0
 
 
 @dataclass

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mismatch_audit.rollouts.batch import TokenBatch
+from mismatch_audit.rollouts.checks.pack_kernels import N_SUMS, mark, pack
 
 Array = npt.NDArray[Any]
 
@@ -18,6 +19,24 @@ LOG_RATIO_CAP = 20.0
 
 SENTINEL = -1000.0
 """No softmax over a vocabulary gives this: it is a placeholder (SkyRL writes -9999)."""
+
+
+class _Packed(NamedTuple):
+    where: Array
+    sampler: Array
+    trainer: Array
+    d: Array
+    size: Array
+    ratio: Array
+    doubt: Array
+    sums: Array
+
+    @classmethod
+    def empty(cls, m: int, s: int) -> _Packed:
+        sampler, trainer, doubt = np.empty((3, m), dtype=np.float32)
+        d, size, ratio = np.empty((3, m))
+        where = np.empty(m, dtype=np.int64)
+        return cls(where, sampler, trainer, d, size, ratio, doubt, np.empty((s, N_SUMS)))
 
 
 class TokenView:
@@ -56,72 +75,88 @@ class TokenView:
         return self._scalars[name]
 
     @cached_property
-    def where(self) -> Array:
-        """``[M]`` int64: index of each packed token in the batch."""
-        return np.flatnonzero(self.both)
-
-    @cached_property
     def both(self) -> Array:
         """``[N]`` bool: ``TokenBatch.both`` without sentinels."""
-        sampler = self.batch.tokens("sampler_logprob")
-        trainer = self.batch.tokens("trainer_logprob")
-        return np.asarray(self.batch.both & (sampler > SENTINEL) & (trainer > SENTINEL))
+        return self._marked[0]
+
+    @cached_property
+    def _marked(self) -> tuple[Array, Array]:
+        """(``both``, ``[S + 1]`` int64 edges of the sequences in the packed tokens)."""
+        batch = self.batch
+        both = np.empty(batch.n_tokens, dtype=np.bool_)
+        edges = np.empty(batch.n_sequences + 1, dtype=np.int64)
+        sampler, trainer = batch.tokens("sampler_logprob"), batch.tokens("trainer_logprob")
+        mark(batch.sampled, sampler, trainer, SENTINEL, batch.offsets, both, edges)
+        return both, edges
+
+    @property
+    def _edges(self) -> Array:
+        return self._marked[1]
+
+    @cached_property
+    def _packed(self) -> _Packed:
+        batch = self.batch
+        packed = _Packed.empty(int(self._edges[-1]), batch.n_sequences)
+        sampler, trainer = batch.tokens("sampler_logprob"), batch.tokens("trainer_logprob")
+        pack(self.both, sampler, trainer, LOG_RATIO_CAP, batch.offsets, *packed)
+        return packed
+
+    @property
+    def where(self) -> Array:
+        """``[M]`` int64: index of each packed token in the batch."""
+        return self._packed.where
 
     @cached_property
     def n(self) -> Array:
         """``[S]`` float64: comparable tokens a sequence."""
         return self._edges[1:] - self._edges[:-1] + 0.0
 
-    @cached_property
-    def _edges(self) -> Array:
-        return np.searchsorted(self.where, self.batch.offsets)
-
     def pack(self, name: str) -> Array:
         """``[M]`` values of a token column."""
         return np.asarray(self.batch.tokens(name)[self.where])
 
-    @cached_property
+    @property
     def sampler(self) -> Array:
         """``[M]`` float32: log q."""
-        return self.pack("sampler_logprob")
+        return self._packed.sampler
 
-    @cached_property
+    @property
     def trainer(self) -> Array:
         """``[M]`` float32: log p."""
-        return self.pack("trainer_logprob")
+        return self._packed.trainer
 
-    @cached_property
+    @property
     def d(self) -> Array:
         """``[M]`` float64: log p - log q, within ``LOG_RATIO_CAP``."""
-        return np.clip(self.batch.log_ratio[self.where], -LOG_RATIO_CAP, LOG_RATIO_CAP)
+        return self._packed.d
 
-    @cached_property
+    @property
     def abs_d(self) -> Array:
         """``[M]`` float64."""
-        return np.abs(self.d)
+        return self._packed.size
 
-    @cached_property
+    @property
     def ratio(self) -> Array:
         """``[M]`` float64: p/q."""
-        return np.exp(self.d)
+        return self._packed.ratio
 
     def sums(self, values: Array) -> Array:
         """``[M] -> [S]`` float64 sums a sequence (0 for one without comparable tokens)."""
         return segment_sums(values, self._edges)
 
-    @cached_property
+    @property
     def sum_d(self) -> Array:
-        return self.sums(self.d)
+        return self._packed.sums[:, 0]
 
-    @cached_property
+    @property
     def sum_abs(self) -> Array:
-        return self.sums(self.abs_d)
+        return self._packed.sums[:, 1]
 
-    @cached_property
+    @property
     def sum_ratio(self) -> Array:
-        return self.sums(self.ratio)
+        return self._packed.sums[:, 2]
 
-    @cached_property
+    @property
     def sum_doubt(self) -> Array:
         """``[S]``: sum of 1 - sqrt(p q), the mismatch that unit noise on the logits would give.
 
@@ -129,16 +164,12 @@ class TokenView:
         the noise. sum|d| over this compares strata of unequal confidence: a harder environment
         has more mismatch per token and not more per doubt.
         """
-        return self.sums(self.doubt)
+        return self._packed.sums[:, 3]
 
-    @cached_property
+    @property
     def doubt(self) -> Array:
         """``[M]`` float32: 1 - sqrt(p q)."""
-        mean = self.sampler + self.trainer
-        mean *= np.float32(0.5)
-        np.minimum(mean, np.float32(-1e-6), out=mean)
-        np.expm1(mean, out=mean)
-        return np.asarray(np.negative(mean, out=mean))
+        return self._packed.doubt
 
     @cached_property
     def sum_k3(self) -> Array:

@@ -106,7 +106,7 @@ def _parquet(path: Path, options: ReadOptions) -> Source:
     import pyarrow.parquet as pq
 
     try:
-        # pre_buffer holds on to every group that was read: 1.6 GB after 100 million tokens, and no faster.
+        # pre_buffer keeps every group that was read: 1.6 GB after 100 million tokens, no faster
         file = pq.ParquetFile(path, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"not readable as Parquet: {_short(error)}", where=str(path)) from None
