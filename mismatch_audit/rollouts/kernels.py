@@ -134,6 +134,14 @@ def level_codes(values: Any, null: Any, low: int, rank: Any, out: Any) -> None:
 
 
 @compiled
+def nan_for_null(values: Any, bits: Any, offset: int, out: Any) -> None:
+    """out[t] = values[t] where bit offset + t of Arrow's validity bitmap is set, else NaN."""
+    for t in range(values.size):
+        at = offset + t
+        out[t] = values[t] if (bits[at >> 3] >> (at & 7)) & 1 else np.nan
+
+
+@compiled
 def positions(offsets: Any, starts: Any, out: Any) -> None:
     """out[t] = place of token t in its sequence, less starts[sequence]. int32 [N]."""
     for s in range(offsets.size - 1):

@@ -111,7 +111,7 @@ class SlicePlan:
             lacking = [c for c in one.columns if read(c) is None]
             if lacking or one.crowded:
                 for name in lacking:
-                    one.absent[name] = one.absent.get(name, 0) + int(batch.sampled.sum())
+                    one.absent[name] = one.absent.get(name, 0) + batch.n_sampled
                 continue
             values = {c: read(c) for c in one.columns}
             per_token, codes, keys = _codes(one, batch, values)  # type: ignore[arg-type]
