@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+EVERY = 10.0
+"""Seconds between a stage's lines where there is no terminal: a CI log is read, not watched."""
+
 LABELS = {
     "load": "load both programs",
     "prompts": "prompts through both",
@@ -31,10 +34,17 @@ def progress_display(console: Console) -> Iterator[Callable[[str, int, int], Non
 
 
 def _lines(console: Console) -> Callable[[str, int, int], None]:
+    """A line when a stage begins and ends, and every ``EVERY`` seconds between."""
     started = time.monotonic()
+    told: dict[str, tuple[float, int]] = {}
 
     def report(stage: str, done: int, total: int) -> None:
         elapsed = time.monotonic() - started
+        last, before = told.get(stage, (-EVERY, -1))
+        ended = done >= total and before < total
+        if not ended and elapsed - last < EVERY:
+            return
+        told[stage] = elapsed, done
         console.print(
             f"[{elapsed:6.1f} s] {LABELS.get(stage, stage)}: {done}/{total}",
             markup=False,

@@ -224,7 +224,10 @@ def _mb(size: int) -> int:
 
 
 def _guess(read: Read, reads: Sequence[Read]) -> int:
-    """Bytes of a source that its tokens so far stand for: 8 a token until one was read whole."""
+    """Bytes of a source behind what was read of it: what its reader says, else by its tokens, 8
+    bytes each until another source was read whole."""
+    if read.source.bytes_done is not None:
+        return read.source.bytes_done()
     whole = [r for r in reads if r is not read and r.tokens]
     rate = sum(r.source.bytes_total for r in whole) / max(1, sum(r.tokens for r in whole))
     return min(read.source.bytes_total, int(read.tokens * (rate or 8)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,12 +39,14 @@ class Source:
 
     batches: an iterator that may raise ``InputError`` (file and row named) at a damaged place; what
     came before stands, other sources are still read.  bytes_total: size on disk, for progress.
+    bytes_done: of them, behind the batches given so far; None where the reader does not say.
     """
 
     path: Path
     header: Header
     batches: Iterator[TokenBatch]
     bytes_total: int = 0
+    bytes_done: Callable[[], int] | None = None
 
 
 class Reader(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,13 @@ FORMAT = "plain"
 
 _BLOCK = 16 << 20
 _FIX = "docs/rollouts.md lists the columns; rename yours with --field OURS=THEIRS"
+
+
+@dataclass
+class _Read:
+    """How far a reader is: rows of a Parquet file, bytes of JSON lines (unpacked)."""
+
+    amount: int = 0
 
 
 def detect(path: Path) -> Detection | None:
@@ -114,12 +122,14 @@ def _parquet(path: Path, options: ReadOptions) -> Source:
     names = _names(found, options, path)
     stored = (file.schema_arrow.metadata or {}).get(b"mismatch_audit", b"")
     header = _header(path, found, names, stored)
-    size = path.stat().st_size
-    return Source(path, header, _parquet_batches(path, file, names, options), size)
+    size, read = path.stat().st_size, _Read()
+    batches = _parquet_batches(path, file, names, options, read)
+    rows = max(1, file.metadata.num_rows)
+    return Source(path, header, batches, size, lambda: size * read.amount // rows)
 
 
 def _parquet_batches(
-    path: Path, file: pq.ParquetFile, names: dict[str, str], options: ReadOptions
+    path: Path, file: pq.ParquetFile, names: dict[str, str], options: ReadOptions, read: _Read
 ) -> Iterator[TokenBatch]:
     import pyarrow as pa
 
@@ -127,8 +137,9 @@ def _parquet_batches(
     done = 0
     try:
         for records in file.iter_batches(batch_size=rows, columns=list(names)):
+            read.amount += records.num_rows
             yield TokenBatch(conform(records, names, path, done), str(path), done)
-            done += records.num_rows
+            done = read.amount
     except (OSError, pa.ArrowException) as error:
         raise InputError(
             f"damaged from row {done + 1} on: {_short(error)}", where=f"{path}:{done + 1}"
@@ -155,16 +166,18 @@ def _jsonl(path: Path, options: ReadOptions) -> Source:
         raise InputError("its first line is no JSON object", where=f"{path}:1")
     names = _names(first, options, path)
     header = _header(path, first, names, b"")
-    size = path.stat().st_size
-    return Source(path, header, _jsonl_batches(path, names, first, options), size)
+    size, read = path.stat().st_size, _Read()
+    batches = _jsonl_batches(path, names, first, options, read)
+    return Source(path, header, batches, size, lambda: min(size, read.amount))
 
 
 def _jsonl_batches(
-    path: Path, names: dict[str, str], first: Mapping[str, Any], options: ReadOptions
+    path: Path, names: dict[str, str], first: Mapping[str, Any], options: ReadOptions, read: _Read
 ) -> Iterator[TokenBatch]:
     schema = _json_schema(names, first)
     done, seen = 0, set[str]()
     for block, line in _blocks(path, options.max_line):
+        read.amount += len(block)
         try:
             records = _parse(block, schema)
             batch = TokenBatch(conform(records, names, path, done), str(path), done)
