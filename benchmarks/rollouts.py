@@ -191,7 +191,7 @@ def _run(code: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=float, default=1e8)
-    parser.add_argument("--jsonl-tokens", type=float, default=1e7)
+    parser.add_argument("--jsonl-tokens", type=float, default=1e8)
     parser.add_argument("--others-tokens", type=float, default=2e6)
     parser.add_argument("--ledger-tokens", type=int, default=100_000, help="for martingale")
     parser.add_argument("--folder", type=Path, help="keep the files here")

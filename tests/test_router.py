@@ -256,7 +256,9 @@ def test_the_breaker_opens_and_closes_again(tmp_path: Path) -> None:
 
     async def body() -> None:
         engine = Fake("engine", "500")
-        async with rig(tmp_path, engine) as r:
+        # A cooldown that six requests do not outlast, however busy the machine is.
+        patient = replace(QUICK, cooldown=2.0, longest_cooldown=2.0)
+        async with rig(tmp_path, engine, limits=patient) as r:
             for _ in range(6):
                 assert served(await r.ask()) == "reference"
             assert len(engine.seen) < 6
