@@ -16,6 +16,8 @@ from mismatch_audit.rollouts.formats import ReadOptions, drain, open_sources
 from mismatch_audit.rollouts.formats.base import ReadOptions as Options
 from mismatch_audit.rollouts.formats.table import batches
 from mismatch_audit.rollouts.rescore import Rescorer, rescore
+from mismatch_audit.rollouts.rescoring import EngineRescorer
+from mismatch_audit.rollouts.schema import Header
 
 VOCABULARY = 97
 
@@ -179,3 +181,60 @@ def test_a_text_dump_is_tokenised_and_scored_with_the_sample_model(tmp_path: Pat
     assert first[0] > first[1] + 2
     assert np.isnan(logprob[batch.position < 0]).all()
     assert np.isfinite(logprob[batch.position >= 0]).all()
+
+
+# ------------------------------------------------------------------------- both sides by programs
+def test_an_engine_gives_the_samplers_side_where_there_is_none_and_a_second_opinion_elsewhere(
+    tiny: Path, tmp_path: Path
+) -> None:
+    from mismatch_audit.programs.reference import TransformersReference
+    from mismatch_audit.settings import ReferenceSettings
+
+    engine = TransformersReference(str(tiny), ReferenceSettings(device="cpu"))
+    scorer = EngineRescorer(str(tiny), dtype="float32", log=tmp_path / "log", program=engine)
+    drawn = [np.nan, np.nan, -1.0, -2.0]
+    bare, recorded = (
+        make(row("a", [9, 8, 7, 6], 2, **columns))[0]
+        for columns in ({}, {"sampler_logprob": drawn})
+    )
+    for batch, filled, kept in (
+        (bare, "sampler_logprob", None),
+        (recorded, "rescore_logprob", drawn),
+    ):
+        done = scorer.score(batch)
+        np.testing.assert_allclose(
+            done.tokens(filled)[2:], truth(tiny, [9, 8, 7, 6])[2:], atol=2e-5
+        )
+        if kept is not None:
+            np.testing.assert_array_equal(done.tokens("sampler_logprob"), np.float32(kept))
+    lacking = Header(framework="f", format="f", lacks={"sampler_logprob": "text only"})
+    assert scorer.header(lacking).engine_dtype == "float32"
+    assert "sampler_logprob" not in scorer.header(lacking).lacks
+    assert scorer.header(Header(framework="f", format="f")).engine_dtype is None
+
+
+@pytest.mark.engine
+def test_a_log_of_token_ids_alone_is_audited_through_both_programs(tmp_path: Path) -> None:
+    """`--rescore` and `--rescore-engine` on real transformers and real vLLM, in float32: both sides
+    are there, and they agree as two float32 programs do."""
+    from live_models import master, tokenizer, write
+    from typer.testing import CliRunner
+
+    from mismatch_audit.cli.app import app
+    from mismatch_audit.reports.record import load_record
+
+    model = write(tmp_path / "model", master())
+    tokenizer(model)
+    random = np.random.default_rng(0)
+    rows = [row(f"s{i}", random.integers(2, 500, 12).tolist(), 4) for i in range(80)]
+    dump = tmp_path / "ids.jsonl"
+    dump.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    arguments = ["--rescore", model, "--rescore-engine", model, "--engine-dtype", "float32"]
+    command = ["rollouts", dump, "--out", tmp_path / "out", *arguments]
+    done = CliRunner().invoke(app, [str(a) for a in command])
+    assert done.exit_code == 0, done.output
+    record = load_record(tmp_path / "out")
+    assert record.rollouts is not None
+    assert record.rollouts.statistics["tokens"] == 80 * 8
+    assert 0 < record.rollouts.statistics["abs_dlp"] < 1e-4
+    assert record.identities.engine["dtype"] == "float32"

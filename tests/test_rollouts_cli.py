@@ -41,6 +41,7 @@ def test_a_clean_log_passes(tmp_path):
     assert "routing_changed" in unseen["routing"]
     assert len({row.definition for row in record.rollouts.slices}) >= 20
     assert "NOT OBSERVED" in result.output
+    assert "Compare the identities" not in result.output  # said where nothing was comparable
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
     statuses = {c.code: c.status for c in record.rollouts.checks}
     assert statuses["SHIFTED_LOGPROBS"] == "clean"

@@ -37,6 +37,16 @@ def rollouts(
         str | None,
         typer.Option(help="Checkpoint that scores the tokens where a log has no trainer's side."),
     ] = None,
+    rescore_engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint that vLLM scores the tokens with: the sampler's side where a log has "
+            "none, else a second opinion that parts policy lag from implementation error."
+        ),
+    ] = None,
+    engine_dtype: Annotated[
+        str, typer.Option(help="Of the --rescore-engine: bfloat16, float16, float32.")
+    ] = "bfloat16",
     prompt_tokens: Annotated[
         int, typer.Option(help="Most tokens a prompt's rollouts can have; token-weighted clauses.")
     ] = 0,
@@ -69,6 +79,8 @@ def rollouts(
             contract=contract,
             options=ReadOptions(tokenizer=tokenizer, fields=renamed),
             rescore=rescore,
+            rescore_engine=rescore_engine,
+            engine_dtype=engine_dtype,
             max_rows=prompt_tokens,
             checks=not no_checks,
             progress=progress,

@@ -124,6 +124,7 @@ def next_steps(record: Record) -> list[str]:
         steps += [f.remedy for f in record.findings if f.severity == "error"]
     if record.rollouts is not None:
         steps += [f"Could not be read: {s.error}" for s in record.rollouts.damaged]
+    if record.verdict == "NOT_COMPARABLE":
         steps = steps or ["Compare the identities above; audit again once they agree."]
     if record.verdict == "UNSOUND":
         steps.append("Run `audit contract selftest` and mend the contract before any decision.")

@@ -124,5 +124,8 @@ def check_list(page: Page, rollouts: Rollouts) -> None:
     blind = [c for c in rollouts.checks if c.status == "unobserved"]
     page.heading("checks")
     page.line(f"  {clean} clean, {found} found something, {len(blind)} unobserved")
+    reasons: dict[str, list[str]] = {}
     for check in blind:
-        page.note(f"{check.code}: {check.detail}", indent=4, style="dim", first="  ○")
+        reasons.setdefault(check.detail, []).append(check.code)
+    for reason, codes in reasons.items():
+        page.note(f"{', '.join(codes)}: {reason}", indent=4, style="dim", first="  ○")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from kernel_contracts.errors import InputError
 from mismatch_audit.reports.record import Record, save_record
 from mismatch_audit.rollouts.formats.base import Problem, ReadOptions, Source
 from mismatch_audit.rollouts.report import record_of
+from mismatch_audit.rollouts.rescoring import Rescoring
 from mismatch_audit.rollouts.run import DEFAULT_CONTRACT, Progress, audit_sources
 
 
@@ -23,6 +23,8 @@ def audit_rollouts(
     contract: Path | None = None,
     options: ReadOptions | None = None,
     rescore: str | None = None,
+    rescore_engine: str | None = None,
+    engine_dtype: str = "bfloat16",
     max_rows: int = 0,
     checks: bool = True,
     progress: Progress = lambda stage, done, total: None,
@@ -31,39 +33,35 @@ def audit_rollouts(
     """The record, and one message for each place that could not be read.
 
     rescore: checkpoint that scores the tokens where the sources lack the trainer's log-probs.
-    Raises InputError where nothing at all could be opened.
+    rescore_engine: checkpoint that vLLM serves in engine_dtype; see `EngineRescorer`.
+    Raises InputError where nothing at all could be opened, EngineError where the engine fails.
     """
     started = _now()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder: {error.strerror}", where=str(out)) from error
-    transform = {}
-    if rescore is not None:
-        from mismatch_audit.rollouts.rescore import Rescorer
-        from mismatch_audit.sample_model import resolve_model
-
-        rescorer, told = Rescorer(rescore), on_sources
-        transform = {"transform": rescorer.score}
-        options = options or ReadOptions()
-        if options.tokenizer is None:  # text dumps: the model's own
-            options = replace(options, tokenizer=Path(resolve_model(rescore)))
-
-        def on_sources(sources: list[Source], problems: list[Problem]) -> None:
-            for source in sources:
-                source.header = rescorer.header(source.header)
-            told(sources, problems)
-
-    audited = audit_sources(
-        paths,
-        format=format,
-        contract=contract,
-        options=options,
-        checks=checks,
-        progress=progress,
-        on_sources=on_sources,
-        **transform,
+    rescoring = Rescoring(
+        rescore, rescore_engine, engine_dtype=engine_dtype, log=out / "engine.log"
     )
+
+    def announce(sources: list[Source], problems: list[Problem]) -> None:
+        rescoring.announce(sources)
+        on_sources(sources, problems)
+
+    try:
+        audited = audit_sources(
+            paths,
+            format=format,
+            contract=contract,
+            options=rescoring.options(options or ReadOptions()),
+            checks=checks,
+            progress=progress,
+            on_sources=announce,
+            transform=rescoring.score,
+        )
+    finally:
+        rescoring.close()
     progress("verdicts", 0, 1)
     record = record_of(audited, started, _now(), max_rows)
     progress("verdicts", 1, 1)
