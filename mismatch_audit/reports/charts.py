@@ -118,27 +118,26 @@ def flip_rate(bins: Sequence[FlipBin]) -> Markup:
                    shares=True)  # fmt: skip
 
 
-def kl_by_probability(bins: Sequence[ProbabilityBin]) -> Markup:
-    """Mean KL by the probability that the reference gives the token."""
+def kl_by_probability(bins: Sequence[ProbabilityBin], whose: str) -> Markup:
+    """Mean KL by the probability that one side, the reference or the sampler, gives the token."""
     kept = [b for b in bins if b.mean is not None]
     points = [
         Point(b.mean or 0.0, number(b.mean), f"{number(b.mean)} nats over {count(b.n)} tokens")
         for b in kept
     ]
-    return _binned("Mean KL by reference probability", kept, points, "reference probability")
+    return _binned(f"Mean KL by {whose} probability", kept, points, f"{whose} probability")
 
 
-def gap_by_probability(bins: Sequence[ProbabilityBin]) -> Markup:
-    """Mean |log-prob difference| by the probability that the reference gives the token."""
+def gap_by_probability(bins: Sequence[ProbabilityBin], whose: str) -> Markup:
+    """Mean |log-prob difference| by the probability that one side gives the token."""
     kept = [b for b in bins if b.mean_abs_dlp is not None]
     points = [
         Point(b.mean_abs_dlp or 0.0, number(b.mean_abs_dlp),
               f"{number(b.mean_abs_dlp)} nats over {count(b.n)} tokens")
         for b in kept
     ]  # fmt: skip
-    return _binned(
-        "Mean log-prob difference by reference probability", kept, points, "reference probability"
-    )
+    title = f"Mean log-prob difference by {whose} probability"
+    return _binned(title, kept, points, f"{whose} probability")
 
 
 def _binned(

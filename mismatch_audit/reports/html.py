@@ -16,6 +16,7 @@ from mismatch_audit.reports.escape import quoted, visible
 from mismatch_audit.reports.grouping import clause_groups
 from mismatch_audit.reports.identity_table import all_rows, identity_rows
 from mismatch_audit.reports.record import Record
+from mismatch_audit.reports.rollout_rows import SliceRow
 from mismatch_audit.reports.rows import Chain, Facts, ProbeRow
 from mismatch_audit.reports.staleness_table import (
     LAG_HEAD,
@@ -26,6 +27,7 @@ from mismatch_audit.reports.staleness_table import (
 )
 
 _FOLDER = Path(__file__).parent
+_MANY_SLICES, _WORST_SLICES = 12, 4
 _ROUTES = {"rms": "by the mean KL", "sup": "by the largest drift seen"}
 
 
@@ -34,11 +36,13 @@ def render_html(record: Record) -> str:
     groups = clause_groups(record)
     scale = charts.limit_scale(record.measurements)
     views = record.views
+    # Recorded rollouts are binned by what drew the token.
+    whose = "reference" if record.rollouts is None else "sampler"
     drawn = {
         "flips": charts.flip_rate(views.flip_by_margin),
         "position": charts.kl_by_position(views.kl_by_position),
-        "probability": charts.kl_by_probability(views.kl_by_reference_prob),
-        "gap": charts.gap_by_probability(views.kl_by_reference_prob),
+        "probability": charts.kl_by_probability(views.kl_by_reference_prob, whose),
+        "gap": charts.gap_by_probability(views.kl_by_reference_prob, whose),
         "scatter": charts.logprob_scatter(views.logprob_scatter),
     }
     programs = identity_rows(record.identities)
@@ -60,6 +64,8 @@ def render_html(record: Record) -> str:
         strip=lambda row: charts.strip(row, scale),
         level=_level(record),
         charts=drawn,
+        whose=whose,
+        slices=_slices(record),
         any_chart=any(drawn.values()),
         chains=_chains(record.chain),
         titles=_ROUTES,
@@ -132,6 +138,22 @@ def _chains(chains: list[Chain]) -> dict[str, list[Chain]]:
     for chain in chains:
         by_slice.setdefault(chain.slice, []).append(chain)
     return by_slice
+
+
+def _slices(record: Record) -> list[tuple[list[SliceRow], int]]:
+    """Of each definition the slices to show, and how many are left to the whole table: of many the
+    ones with the largest mismatch."""
+    by_definition: dict[str, list[SliceRow]] = {}
+    for row in record.rollouts.slices if record.rollouts else []:
+        by_definition.setdefault(row.definition, []).append(row)
+    shown = []
+    for rows in by_definition.values():
+        kept = rows
+        if len(rows) > _MANY_SLICES:
+            worst = sorted(rows, key=lambda row: -(row.abs_dlp or 0.0))[:_WORST_SLICES]
+            kept = [row for row in rows if row in worst]
+        shown.append((kept, len(rows) - len(kept)))
+    return shown
 
 
 def _gradient(rows: list[Facts]) -> dict[str, Any] | None:

@@ -56,18 +56,24 @@ def staleness_notes(staleness: Facts) -> list[str]:
     notes = []
     trend = staleness.get("trend")
     if isinstance(trend, dict) and isinstance(change := trend.get("change"), dict):
-        notes.append("change over the steps: " + _said(change))
+        notes.append(_change(change))
     unobserved = staleness.get("unobserved")
     if isinstance(unobserved, dict):
         notes += [f"{name} unobserved: {why}" for name, why in unobserved.items()]
     return notes
 
 
-def _said(facts: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {number(float(v)) if isinstance(v, float) else v}"
-        for name, v in facts.items()
-        if not isinstance(v, dict | list)
+def _change(change: dict[str, Any]) -> str:
+    """The trend's change point in words."""
+    if "unobserved" in change:
+        return f"change over the steps unobserved: {change['unobserved']}"
+    level = f"the level of the first steps is {_number(change.get('baseline'))}"
+    if change.get("alarm") is None:
+        return f"no change over the steps: {level}, the alarm is at {_number(change.get('limit'))}"
+    still = "and still is" if change.get("still") else "and has come back since"
+    return (
+        f"the level rose at step {change.get('since')} (alarm at step {change.get('alarm')}): "
+        f"{level}, then {_number(change.get('times_baseline'))} times that, {still}"
     )
 
 
