@@ -235,6 +235,21 @@ def test_the_store_counts_each_request_once_and_then_lets_the_build_advance(
         assert store.verify(subject) == []
 
 
+def test_a_store_that_is_not_there_is_told_before_the_reference_loads(
+    bench: Bench, tmp_path: Path
+) -> None:
+    log = write_log(tmp_path / "t.jsonl", served(bench.good, 3))
+    settings = IngestSettings(
+        [log], bench.contract, tmp_path / "out", store=f"sqlite:///{tmp_path / 'none.db'}"
+    )
+
+    def load() -> Rescorer:
+        raise AssertionError("loaded for nothing")
+
+    with pytest.raises(InputError, match="no store here"):
+        ingest(settings, load, lambda *_: None)
+
+
 def test_an_ingest_killed_between_store_and_folder_is_repeated_without_harm(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,8 @@ def ingest(
     )
     names = contract.promotion.rule(choice.stage).clauses if contract.promotion else None
     judged = sampled_contract(contract, names)
+    if settings.store is not None:
+        PromotionStore(settings.store, create=False).close()  # is it there?
     progress("load", 0, 1)
     scorer = load()
     try:
