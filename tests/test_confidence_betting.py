@@ -20,6 +20,7 @@ from kernel_contracts.confidence import (
     mean_test,
     normal_bounds,
 )
+from kernel_contracts.confidence.betting import grid_above, log_wealth_above, peak_above
 from kernel_contracts.errors import InputError
 
 values = st.integers(1, 40).flatmap(lambda n: arrays(np.float64, n, elements=st.floats(0, 2)))
@@ -153,6 +154,34 @@ def test_the_reported_bound_itself_is_refuted(x):
         assert mean_test(x, limit=b.upper, ceiling=1.0, side="below", alpha=0.05).p_value <= 0.05
     if b.lower > 0.0:
         assert mean_test(x, limit=b.lower, ceiling=1.0, side="above", alpha=0.05).p_value <= 0.05
+
+
+@settings(max_examples=60)
+@given(values, st.sampled_from([0.05, 0.01, 1e-4]))
+def test_the_search_ends_where_bisection_would(x, alpha):
+    """The edge of what is refuted, within the precision asked for, on both sides."""
+    x = np.clip(x, 0.0, 1.0)
+    b = mean_bounds(x, ceiling=1.0, alpha=alpha)
+    step = 2e-7
+    for edge, beyond, side in (
+        (b.upper, b.upper * (1 - step), "below"),
+        (b.lower, b.lower * (1 + step), "above"),
+    ):
+        between = b.estimate < beyond < 1.0 if side == "below" else 0.0 < beyond < b.estimate
+        if between and edge > 1e-9:
+            refuted = mean_test(x, limit=beyond, ceiling=1.0, side=side, alpha=alpha).p_value
+            assert refuted > alpha
+
+
+@settings(max_examples=60)
+@given(values, st.floats(0.01, 0.9), st.booleans())
+def test_the_peak_of_the_wealth_is_its_paths_largest_value(x, m, weighted_):
+    x = np.clip(x, 0.0, 1.0)
+    w = np.linspace(0.1, 1.0, x.size) if weighted_ else None
+    grid = grid_above(3.0, x.size, weighted=weighted_)
+    assert peak_above(x, w, m, grid) == pytest.approx(
+        log_wealth_above(x, w, m, grid).max(), rel=1e-12, abs=1e-12
+    )
 
 
 @settings(max_examples=40)

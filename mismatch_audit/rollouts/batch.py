@@ -105,7 +105,9 @@ class TokenBatch:
     def tokens(self, name: str) -> Array:
         """``[N]`` of a per-token column; a null list counts as nulls."""
         if name not in self._flat:
-            self._flat[name], self._valid[name] = self._flatten(name)
+            # In this order: another thread that finds the values looks for their validity next.
+            values, self._valid[name] = self._flatten(name)
+            self._flat[name] = values
         return self._flat[name]
 
     def present(self, name: str) -> Array:
@@ -180,7 +182,7 @@ def _validity(column: pa.Array) -> Array | None:
 
 def _filled(column: pa.Array, kind: str) -> Array:
     if kind.startswith("float"):
-        if column.null_count and column.type == kind.replace("float32", "float"):
+        if column.null_count and column.type == kind:
             return _with_nan(column, kind)
         return np.asarray(column.to_numpy(zero_copy_only=False), dtype=kind)
     if column.null_count:
