@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import NO_PROBES, ROOT, SAMPLES, audit, write_settings
+from live_models import master, tokenizer, write
+from weights_live_matrix import ARGS
 
 pytestmark = pytest.mark.engine
 
@@ -48,15 +50,22 @@ def verdicts(folder: Path) -> str:
 
 
 def test_an_interrupted_run_resumes_to_the_same_verdicts(tmp_path: Path) -> None:
-    """Kill the engine, then the auditor, then finish; compare with an unbroken run."""
+    """Kill the engine, then the auditor, then finish; compare with an unbroken run. A tiny model:
+    four engines are started, and what they compute is not the matter here."""
+    model = write(tmp_path / "model", master())
+    tokenizer(model)
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "token_ids": [5 + i, 60 + i, 7, 300 - i]} for i in range(48)]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
     settings = write_settings(
-        tmp_path / "run.yaml", limit=24, chunk=6, probes={**NO_PROBES, "prefill_prompts": None},
+        tmp_path / "run.yaml", chunk=2, probes={**NO_PROBES, "prefill_prompts": None},
+        model=str(model), prompts=str(prompts), sampling={"max_tokens": 16},
         contract=str(SAMPLES / "contracts" / "fp32-exact.yaml"),
-        engine={"program": "vllm", "dtype": "float32"}, sampling={"max_tokens": 8},
+        engine={"program": "vllm", "dtype": "float32", "args": ARGS},
     )  # fmt: skip
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     unbroken = audit("run", settings, "--out", whole)
-    assert unbroken.code == 3, unbroken.err  # 24 prompts certify nothing, and that is said
+    assert unbroken.code == 3, unbroken.err  # 48 prompts certify nothing, and that is said
 
     process = start(settings, broken)
     wait_for_parts(broken, 1, process)
