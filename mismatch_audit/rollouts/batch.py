@@ -135,12 +135,6 @@ class TokenBatch:
         return int(np.count_nonzero(self.sampled))
 
     @cached_property
-    def both(self) -> Array:
-        """``[N]`` bool: sampled, with a finite log-prob on both sides."""
-        sampler, trainer = self.tokens("sampler_logprob"), self.tokens("trainer_logprob")
-        return np.asarray(self.sampled & np.isfinite(sampler) & np.isfinite(trainer))
-
-    @cached_property
     def log_ratio(self) -> Array:
         """``[N]`` float64: log p - log q (trainer less sampler) of the token; NaN where unknown."""
         sampler = self.tokens("sampler_logprob").astype(np.float64)

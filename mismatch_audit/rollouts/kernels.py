@@ -150,21 +150,10 @@ def positions(offsets: Any, starts: Any, out: Any) -> None:
 
 
 @compiled
-def count_changes(codes: Any, out: Any) -> None:
-    """out[b] = how often codes[b] changes from one token to the next; codes: [B, N]."""
-    for b in range(codes.shape[0]):
-        count = 0
-        for t in range(1, codes.shape[1]):
-            count += codes[b, t] != codes[b, t - 1]
-        out[b] = count
-
-
-@compiled
 def add_up(
     sampler: Any, trainer: Any, mask: Any, offsets: Any,
     order: Any, clusters: Any, first: int, last: int,
-    sequence_codes: Any, token_codes: Any, token_base: Any, steady: Any, quick: Any,
-    thresholds: Any,
+    sequence_codes: Any, token_codes: Any, token_base: Any, thresholds: Any,
     sequence_sums: Any, scratch: Any, touched: Any, is_touched: Any,
     out_slot: Any, out_cluster: Any, out_sums: Any,
     histogram: Any, extremes: Any, bands: Any, outside: Any, nulls: Any,
@@ -173,9 +162,7 @@ def add_up(
 
     order: [S] sequences, those of one cluster side by side.  clusters: [C + 1] edges into order.
     sequence_codes: int32 [S, A] slot or -1 (no group), -2 (null).  token_codes: int16 [B, N], slot
-    less token_base[B], same marks; those in ``steady`` seldom change (a position's bin), so that
-    their tokens are added a stretch at a time, those in ``quick`` token by token.
-    sequence_sums: [S, K], overwritten.  scratch: [slots, K] zeros.
+    less token_base[B], same marks.  sequence_sums: [S, K], overwritten.  scratch: [slots, K] zeros.
     touched: int32 [slots].  is_touched: uint8 [slots] zeros.  out_*: rows given; there must be room
     for one cluster.  histogram: int64 [HISTOGRAM_BINS], added to by the high bits of float32(d).
     extremes: float64 [2], least and greatest d so far.  bands: float64 [C, 2] of d; outside: int64
@@ -185,9 +172,8 @@ def add_up(
     Returns (clusters done, rows given): the room may be used up before the last.
     """
     k_all = sequence_sums.shape[1]
-    n_sequence = sequence_codes.shape[1]
-    token, stretch = np.empty(k_all), np.zeros(k_all)
-    current = np.full(steady.size, -1, dtype=np.int16)
+    n_sequence, n_token = sequence_codes.shape[1], token_codes.shape[0]
+    token = np.empty(k_all)
     given = 0
     for c in range(first, last):
         if given + scratch.shape[0] > out_slot.size:
@@ -197,40 +183,12 @@ def add_up(
             s = order[place]
             for k in range(k_all):
                 sequence_sums[s, k] = 0.0
-            tokens = length = 0
-            end = offsets[s + 1]
-            for t in range(offsets[s], end + 1):
-                if t < end:
-                    if not mask[t]:
-                        continue
-                    same = True
-                    for i in range(steady.size):
-                        same &= token_codes[steady[i], t] == current[i]
-                if (t == end or not same) and length > 0:
-                    for i in range(steady.size):
-                        code = current[i]
-                        if code >= 0:
-                            slot = token_base[steady[i]] + code
-                            if is_touched[slot] == 0:
-                                is_touched[slot] = 1
-                                touched[count] = slot
-                                count += 1
-                            for k in range(k_all):
-                                scratch[slot, k] += stretch[k]
-                        elif code == -2:
-                            nulls[n_sequence + steady[i]] += length
-                    for k in range(k_all):
-                        sequence_sums[s, k] += stretch[k]
-                        stretch[k] = 0.0
-                    tokens += length
-                    length = 0
-                if t == end:
-                    break
-                if not same:
-                    for i in range(steady.size):
-                        current[i] = token_codes[steady[i], t]
+            tokens = 0
+            for t in range(offsets[s], offsets[s + 1]):
+                if not mask[t]:
+                    continue
+                tokens += 1
                 features(np.float64(sampler[t]), np.float64(trainer[t]), thresholds, token)
-                length += 1
                 if token[0] > 0.0:
                     bits = np.float32(token[1]).view(np.uint32)
                     histogram[bits >> np.uint32(17)] += 1
@@ -239,38 +197,35 @@ def add_up(
                     for i in range(outside.size):
                         if token[1] < bands[i, 0] or token[1] > bands[i, 1]:
                             outside[i] += 1
-                for k in range(N_FEATURES):
-                    stretch[k] += token[k]
-                for k in range(N_FEATURES, k_all):
-                    stretch[k] += token[k]
-                for i in range(quick.size):
-                    b = quick[i]
+                for k in range(k_all):
+                    sequence_sums[s, k] += token[k]
+                for b in range(n_token):
                     code = token_codes[b, t]
-                    if code >= 0:
-                        slot = token_base[b] + code
-                        if is_touched[slot] == 0:
-                            is_touched[slot] = 1
-                            touched[count] = slot
-                            count += 1
-                        for k in range(N_FEATURES):
-                            scratch[slot, k] += token[k]
-                        for k in range(N_FEATURES, k_all):
-                            scratch[slot, k] += token[k]
-                    elif code == -2:
-                        nulls[n_sequence + b] += 1
-            if tokens == 0:
-                continue
-            for a in range(n_sequence):
-                slot = sequence_codes[s, a]
-                if slot >= 0:
+                    if code < 0:
+                        if code == -2:
+                            nulls[n_sequence + b] += 1
+                        continue
+                    slot = token_base[b] + code
                     if is_touched[slot] == 0:
                         is_touched[slot] = 1
                         touched[count] = slot
                         count += 1
                     for k in range(k_all):
-                        scratch[slot, k] += sequence_sums[s, k]
-                elif slot == -2:
-                    nulls[a] += tokens
+                        scratch[slot, k] += token[k]
+            if tokens == 0:
+                continue
+            for a in range(n_sequence):
+                slot = sequence_codes[s, a]
+                if slot < 0:
+                    if slot == -2:
+                        nulls[a] += tokens
+                    continue
+                if is_touched[slot] == 0:
+                    is_touched[slot] = 1
+                    touched[count] = slot
+                    count += 1
+                for k in range(k_all):
+                    scratch[slot, k] += sequence_sums[s, k]
         for i in range(count):
             slot = touched[i]
             is_touched[slot] = 0

@@ -26,8 +26,6 @@ from mismatch_audit.rollouts.batch import Array, TokenBatch
 from mismatch_audit.rollouts.columns import Values, column, known, sources_of
 
 NULL, OUTSIDE = -2, -1
-SELDOM = 16
-"""A group that changes at most once in so many tokens is added up a stretch at a time."""
 MOST_SEEN = 100_000
 """Groups of one definition that are followed at all; whole numbers beyond 200 are merged into
 ranges at the end, texts beyond 200 make the definition unusable."""
@@ -64,15 +62,12 @@ class Definition:
 @dataclass(frozen=True)
 class Codes:
     """Groups of one batch. sequence: int32 [S, A] slots.  token: int16 [B, N], less ``base`` [B].
-    steady, quick: rows of ``token`` that seldom and that often change from token to token.
     ids: [slots] number of the slice that a slot adds to.  owners: definition per column of
     ``sequence``, then per row of ``token``."""
 
     sequence: Array
     token: Array
     base: Array
-    steady: Array
-    quick: Array
     ids: Array
     owners: list[Definition]
 
@@ -124,18 +119,12 @@ class SlicePlan:
                 sequence.append(np.where(codes >= 0, codes + slots, codes))
             slots += len(keys)
             ids += numbers
-        by_token = np.stack(token) if token else np.empty((0, batch.n_tokens), dtype=np.int16)
-        changes = np.empty(len(token), dtype=np.int64)
-        kernels.count_changes(by_token, changes)
-        seldom = changes * SELDOM < batch.n_tokens
         return Codes(
             np.stack(sequence, axis=1).astype(np.int32)
             if sequence
             else np.empty((batch.n_sequences, 0), dtype=np.int32),
-            by_token,
+            np.stack(token) if token else np.empty((0, batch.n_tokens), dtype=np.int16),
             np.array(bases, dtype=np.int64),
-            np.flatnonzero(seldom),
-            np.flatnonzero(~seldom),
             np.array(ids, dtype=np.int32),
             owners[0] + owners[1],
         )

@@ -145,8 +145,7 @@ class Stream:
             low, given = k.add_up(
                 batch.tokens("sampler_logprob"), batch.tokens("trainer_logprob"), batch.sampled,
                 batch.offsets, order, clusters, low, high, codes.sequence, codes.token, codes.base,
-                codes.steady, codes.quick, self.thresholds,
-                sums, scratch, touched, marks, slot, cluster, values,
+                self.thresholds, sums, scratch, touched, marks, slot, cluster, values,
                 seen.histogram, seen.extremes, self._bands, seen.outside, nulls,
             )  # fmt: skip
             rows.append((codes.ids[slot[:given]], keys[cluster[:given]], values[:given].copy()))

@@ -76,7 +76,7 @@ class TokenView:
 
     @cached_property
     def both(self) -> Array:
-        """``[N]`` bool: ``TokenBatch.both`` without sentinels."""
+        """``[N]`` bool: sampled, with a log-prob on both sides that is finite and no sentinel."""
         return self._marked[0]
 
     @cached_property
