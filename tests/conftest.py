@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -37,6 +38,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit.get(nodeid.partition("::")[0], nodeid)
 
     return EnginesTogether(config, log)
+
+
+def load_script(path: Path) -> Any:
+    """A script of the repository (a benchmark, an example) as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,15 @@
 """The committed error-rate tables belong to the benchmark's present code, keep every level that a
 verdict relies on, and show each fault that they are there to show."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from conftest import ROOT, load_script
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "error-rates.md"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location(
-        "error_rates", ROOT / "benchmarks" / "error_rates.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / "error_rates.py")
 
 
 def committed():

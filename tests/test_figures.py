@@ -3,15 +3,12 @@ the script draws, readable where they are shown, and every link of the documenta
 file, a heading or a function that exists.  Each check is also run on a planted fault."""
 
 import ast
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from conftest import ROOT, load_script
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([A-Za-z_][A-Za-z0-9_]*)(?:\(\))?`")
@@ -19,11 +16,7 @@ CODE = re.compile(r"`([A-Za-z_][A-Za-z0-9_]*)(?:\(\))?`")
 
 @pytest.fixture(scope="module")
 def figures():
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / "figures.py")
 
 
 def prose(path):

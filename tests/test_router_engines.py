@@ -25,12 +25,9 @@ from live_models import CONFIG, free_port, master, write
 from router_fakes import LAW, table_document
 
 from mismatch_audit.monitor.traffic import read_traffic
-from mismatch_audit.programs.vllm_engine import launch_env, vllm_available
+from mismatch_audit.programs.vllm_engine import launch_env
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not vllm_available()[0], reason=vllm_available()[1]),
-]
+pytestmark = pytest.mark.engine
 
 TOKENS = 240
 SECONDS = 300

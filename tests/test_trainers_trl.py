@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 pytest.importorskip("trl", reason="pip install trl datasets")
 
-from conftest import ROOT
+from conftest import ROOT, load_script
 
 from kernel_contracts.errors import InputError
 from kernel_contracts.loading import parse_contract
@@ -34,13 +33,7 @@ escalation:
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     """examples/grpo_trl.py as a module."""
-    spec = importlib.util.spec_from_file_location("grpo_trl", ROOT / "examples" / "grpo_trl.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["grpo_trl"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "examples" / "grpo_trl.py")
 
 
 @pytest.fixture(scope="module")
